@@ -82,7 +82,10 @@ class RblnDeviceSpec(DeviceSpec):  # type: ignore[misc]  # LMCache ships no type
             if pin == takeover.BACKEND_NAME:
                 _say("error", f"{takeover.PIN_VARIABLE}={pin} asks for an NPU, but {seen.reason}")
             elif seen.installed or _device_type_asked() == self.device_type:
-                _say("warning", f"LMCache will not use the NPU backend {pin or 'rbln'!r}: {seen.reason}")
+                _say(
+                    "warning",
+                    f"LMCache will not use the NPU backend {pin or 'rbln'!r}: {seen.reason}",
+                )
         return seen.available
 
     # One capability, two names: 0.5.4 and 0.5.5 ask the first, 0.5.6 the second.

@@ -66,7 +66,9 @@ def _windows(
         end = min(len(block_ids), start + blocks_per_chunk)
         begin = max(start, skip_blocks)
         if begin < end:
-            tokens = chunk[..., (begin - start) * paged.block_size : (end - start) * paged.block_size, :]
+            tokens = chunk[
+                ..., (begin - start) * paged.block_size : (end - start) * paged.block_size, :
+            ]
             yield (
                 block_ids[begin:end],
                 tokens.unflatten(-1, (paged.num_heads, paged.head_size)).unflatten(
@@ -84,7 +86,12 @@ def _groups(paged: PagedKV, num_blocks: int) -> Iterator[tuple[int, int]]:
 def _stage(paged: PagedKV, num_layers: int, num_blocks: int) -> torch.Tensor:
     """Host memory for the blocks of a group, ``[layers, blocks, planes, heads, block, head size]``."""
     return torch.empty(
-        num_layers, num_blocks, paged.planes, paged.num_heads, paged.block_size, paged.head_size,
+        num_layers,
+        num_blocks,
+        paged.planes,
+        paged.num_heads,
+        paged.block_size,
+        paged.head_size,
         dtype=paged.dtype,
     )
 

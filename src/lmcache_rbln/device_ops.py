@@ -84,9 +84,7 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
         except _EXPECTED_ERRORS:
             raise
         except Exception as exc:
-            raise RuntimeError(
-                f"the KV transfer failed: {type(exc).__name__}: {exc}"
-            ) from exc
+            raise RuntimeError(f"the KV transfer failed: {type(exc).__name__}: {exc}") from exc
 
 
 def _is_gather(direction: Any) -> bool:
@@ -165,12 +163,12 @@ def _refuse_repeated(written: list[int]) -> None:
         )
 
 
-def _chunks(
-    chunks: Any, paged: PagedKV, num_ids: int, blocks_per_chunk: int
-) -> list[torch.Tensor]:
+def _chunks(chunks: Any, paged: PagedKV, num_ids: int, blocks_per_chunk: int) -> list[torch.Tensor]:
     """Check that each chunk fits the cache and holds the blocks that fall to it."""
     if isinstance(chunks, torch.Tensor) or not isinstance(chunks, Sequence):
-        raise ValueError(f"the chunks are given as {type(chunks).__name__}, expected a list of tensors")
+        raise ValueError(
+            f"the chunks are given as {type(chunks).__name__}, expected a list of tensors"
+        )
     if not len(chunks) * blocks_per_chunk >= num_ids > (len(chunks) - 1) * blocks_per_chunk and (
         chunks or num_ids
     ):

@@ -80,7 +80,9 @@ def _ask() -> NpuStatus:
             f"(now {os.environ.get('RBLN_DUMMY_DEVICE', 'unset')})"
         )
     if not rbln.is_available():
-        chosen = [f"{name}={os.environ[name]}" for name in SELECTION_VARIABLES if name in os.environ]
+        chosen = [
+            f"{name}={os.environ[name]}" for name in SELECTION_VARIABLES if name in os.environ
+        ]
         return _unavailable(
             "torch_rbln sees no NPU; check the kernel driver and the device selection "
             f"({', '.join(chosen) or 'no RBLN_* selection is set'})"

@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 only if the command did what it was asked for.
     """
     parser = argparse.ArgumentParser(
-        prog="lmcache-rbln", description="LMCache on Rebellions NPUs, and a simulated NPU to try it on."
+        prog="lmcache-rbln",
+        description="LMCache on Rebellions NPUs, and a simulated NPU to try it on.",
     )
     parser.add_argument("--version", action="version", version=f"lmcache-rbln {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -32,4 +33,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
     args = parser.parse_args(argv)
     return int(args.run(args))
-
