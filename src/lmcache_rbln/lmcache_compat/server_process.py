@@ -42,7 +42,8 @@ class ServerFailed(RuntimeError):
 class LMCacheServer:
     """A running ``lmcache server`` that serves engine-driven workers on 127.0.0.1.
 
-    Use it as a context manager, or call :meth:`start` and :meth:`stop`.
+    Use it as a context manager, or call :meth:`start` and :meth:`stop`. A server that was killed
+    (:meth:`kill`) can be started again, at the same address.
 
     Args:
         chunk_size: tokens a chunk.
@@ -71,7 +72,6 @@ class LMCacheServer:
         self._arguments = tuple(arguments)
         self._environment = dict(os.environ if environment is None else environment)
         self._folder: Path | None = None
-        self._fixed_log = log_path
         self._log: Path | None = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._port = self._http_port = 0
@@ -132,8 +132,8 @@ class LMCacheServer:
             ServerFailed: it ended, or was not healthy in time; nothing of it is left.
             RuntimeError: it runs already.
         """
-        if self._process is not None:
-            raise RuntimeError("the server was started already")
+        if self.is_running():
+            raise RuntimeError("the server runs already")
         deadline = time.monotonic() + timeout
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             self._spawn()
@@ -142,6 +142,7 @@ class LMCacheServer:
             except ServerFailed as error:
                 self.stop()
                 if attempt < _PORT_ATTEMPTS and "address already in use" in str(error).lower():
+                    self._port = self._http_port = 0
                     continue
                 raise
             except BaseException:
@@ -172,7 +173,7 @@ class LMCacheServer:
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash would, and leave everything as it is.
 
-        :meth:`stop` must follow.
+        :meth:`stop` must follow, or :meth:`start` for a restart at the same address.
         """
         if self._process is not None:
             self._process.kill()
@@ -190,8 +191,9 @@ class LMCacheServer:
         self.stop()
 
     def _spawn(self) -> None:
-        self._port, self._http_port = _free_ports(2)
-        if self._fixed_log is None:
+        if not self._port:
+            self._port, self._http_port = _free_ports(2)
+        if self._log is None:
             self._folder = Path(tempfile.mkdtemp(prefix="lmcache-rbln-server-"))
             self._log = self._folder / "server.log"
         assert self._log is not None
@@ -202,7 +204,7 @@ class LMCacheServer:
             "LMCACHE_DISABLE_BANNER": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        with self._log.open("wb") as log:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lmcache_rbln.lmcache_compat.server_launcher"]
                 + self._command_line(),
@@ -261,8 +263,7 @@ class LMCacheServer:
             self.shm_path.unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-            self._log = None
+            self._folder = self._log = None
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-rbln demo``: store KV blocks from one process, retrieve them in another, compare all.
+
+A real ``lmcache server`` process, two worker processes with KV caches on NPUs, LMCache's own
+transfer contexts. Without an NPU the workers run on the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lmcache_rbln import __version__
+from lmcache_rbln.cli._known_kv import Geometry
+from lmcache_rbln.cli._worker_process import WorkerFailed, WorkerProcess
+from lmcache_rbln.lmcache_compat.server_process import (
+    LMCacheServer,
+    ServerFailed,
+    terminate_as_exit,
+)
+
+#: Tokens a chunk and a block: two blocks a chunk, so that blocks must be put together.
+_CHUNK_SIZE = 256
+_BLOCK_SIZE = 128
+_CHUNKS = 8
+#: More blocks than are stored, so that there are others which must not change.
+_CACHE_BLOCKS = 40
+#: An 8B model's heads at a quarter of its layers; DeepSeek-V2-Lite's latent width and layers.
+_GEOMETRIES = {
+    "blocks-first": Geometry("blocks_first", 8, _CACHE_BLOCKS, 8, _BLOCK_SIZE, 128),
+    "K/V-first": Geometry("kv_first", 8, _CACHE_BLOCKS, 8, _BLOCK_SIZE, 128),
+    "MLA": Geometry("mla", 27, _CACHE_BLOCKS, 1, _BLOCK_SIZE, 576),
+}
+_POOL_GB = 0.5
+_SIMULATED_NPUS = 2
+#: What one layout consists of, for the progress bar.
+_STEPS = ("write", "store", "look up", "retrieve", "compare")
+
+
+@dataclass
+class LayoutResult:
+    """What became of one layout.
+
+    Attributes:
+        layout: its name.
+        mib: MiB stored, and retrieved.
+        store_gbps: GB/s (1e9 bytes) of the store, lookup of free memory and commit included.
+        retrieve_gbps: GB/s of the retrieve.
+        transport: how the chunks travelled.
+        error: "" if every byte was as it must be, else what was not.
+    """
+
+    layout: str
+    mib: float
+    store_gbps: float
+    retrieve_gbps: float
+    transport: str
+    error: str
+
+    @property
+    def verdict(self) -> str:
+        """The last column of the table."""
+        return self.error or "exact"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the workers run on.
+
+    Attributes:
+        name: "NPU" or "simulated NPU".
+        why: why it is simulated; "" on an NPU.
+        environments: of each worker; two workers with the same one cannot run at a time.
+        server_environment: of the server, which opens no NPU.
+    """
+
+    name: str
+    why: str
+    environments: tuple[dict[str, str], dict[str, str]]
+    server_environment: dict[str, str]
+
+    @property
+    def shared(self) -> bool:
+        """Whether both workers need the same NPU, which only one process can hold at a time."""
+        return self.environments[0] == self.environments[1]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to ``lmcache-rbln``."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="store and retrieve KV blocks through a real LMCache server and compare every byte",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Returns:
+        0 if every byte of every layout was as it must be, else 1.
+    """
+    console = Console()
+    results: list[LayoutResult] = []
+    about: dict[str, str] = {"lmcache-rbln": __version__, "python": platform.python_version()}
+    failure = ""
+    device = ""
+    try:
+        with terminate_as_exit():
+            devices = find_devices()
+            device = devices.name
+            console.print(f"Device: [bold]{devices.name}[/]{devices.why and f' ({devices.why})'}")
+            for result in _layouts(devices, console, about):
+                results.append(result)
+    except (ServerFailed, WorkerFailed, RuntimeError) as error:
+        failure = str(error)
+    except KeyboardInterrupt:
+        console.print("interrupted; the server and the workers were stopped")
+        return 130
+    exact = len(results) == len(_GEOMETRIES) and not failure and not any(r.error for r in results)
+    _show(console, results, device, about)
+    if failure:
+        console.print(failure, markup=False, highlight=False)
+    console.print(
+        f"[bold green]Every byte is exact.[/] Device: {device}."
+        if exact
+        else "[bold red]The demo failed.[/]"
+    )
+    if args.json:
+        report = {
+            "exact": exact,
+            "device": device,
+            "versions": about,
+            "layouts": [{**asdict(result), "verdict": result.verdict} for result in results],
+            "error": failure,
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if exact else 1
+
+
+def find_devices() -> Devices:
+    """Real NPUs if there are any, else simulated ones.
+
+    Raises:
+        RuntimeError: there is no NPU and the simulated one cannot be built.
+    """
+    from lmcache_rbln import simulator
+
+    base = dict(os.environ)
+    seen = _ask_for_npu(base)
+    if seen["available"] and not seen["simulated"]:
+        return Devices("NPU", "", _worker_environments(base, int(seen["count"])), base)
+    if seen["simulated"]:
+        why = "this command runs under `lmcache-rbln simulate`"
+    else:
+        why = str(seen["reason"])
+    base = simulator.environment(npus=_SIMULATED_NPUS)
+    return Devices("simulated NPU", why, _worker_environments(base, _SIMULATED_NPUS), base)
+
+
+def _ask_for_npu(environment: dict[str, str]) -> dict[str, Any]:
+    # In a process of its own: where the runtime library is missing, torch cannot be imported.
+    code = (
+        "import dataclasses, json, sys\n"
+        "from lmcache_rbln import npu, simulator\n"
+        "seen = dataclasses.asdict(npu.status())\n"
+        "seen['simulated'] = seen['available'] and simulator.is_active()\n"
+        "print(json.dumps(seen))\n"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    try:
+        seen: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        reason = f"asking for an NPU ended with exit code {asked.returncode}"
+        return {"available": False, "simulated": False, "count": 0, "reason": reason}
+    return seen
+
+
+def _worker_environments(
+    base: dict[str, str], count: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """An NPU for each of two workers, or the same for both where there is only one."""
+    joined = "RBLN_NPUS_PER_DEVICE" in base or "RBLN_DEVICE_MAP" in base
+    if count < 2 or joined:
+        return base, base
+    # The narrower of the two selections is narrowed further.
+    variable = "RBLN_DEVICES"
+    if "RBLN_DEVICES" not in base and "RBLN_VISIBLE_DEVICES" in base:
+        variable = "RBLN_VISIBLE_DEVICES"
+    chosen = [one.strip() for one in base.get(variable, "").split(",") if one.strip()]
+    chosen = chosen or [str(index) for index in range(count)]
+    return {**base, variable: chosen[0]}, {**base, variable: chosen[1]}
+
+
+def _layouts(devices: Devices, console: Console, about: dict[str, str]) -> Iterator[LayoutResult]:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(progress)
+        task = progress.add_task("starting", total=2 + len(_GEOMETRIES) * len(_STEPS))
+
+        def step(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        # The workers load torch while the server starts.
+        storing = stack.enter_context(_worker("storing worker", devices.environments[0]))
+        retrieving: WorkerProcess | None = None
+        if not devices.shared:
+            retrieving = stack.enter_context(_worker("retrieving worker", devices.environments[1]))
+        progress.update(task, description="starting lmcache server")
+        server = stack.enter_context(
+            LMCacheServer(
+                chunk_size=_CHUNK_SIZE,
+                pool_gb=_POOL_GB,
+                environment=devices.server_environment,
+            )
+        )
+        step("starting workers")
+        about.update(storing.finish("prepare"))
+        if retrieving is not None:
+            retrieving.finish("prepare")
+        step("")
+        try:
+            rounds = [_Round(name, number) for number, name in enumerate(_GEOMETRIES)]
+            if retrieving is not None:
+                for one in rounds:
+                    one.store(storing, server.url, step)
+                    yield one.retrieve(retrieving, server.url, step)
+                return
+            for one in rounds:
+                one.store(storing, server.url, step)
+            storing.stop()
+            retrieving = stack.enter_context(_worker("retrieving worker", devices.environments[1]))
+            retrieving.finish("prepare")
+            for one in rounds:
+                yield one.retrieve(retrieving, server.url, step)
+        except WorkerFailed as error:
+            raise WorkerFailed(f"{error}\nThe server's log ends:\n{server.log_tail(15)}") from error
+
+
+def _worker(name: str, environment: dict[str, str]) -> WorkerProcess:
+    worker = WorkerProcess(name, environment=environment)
+    worker.begin("prepare")
+    return worker
+
+
+class _Round:
+    """One layout: stored by one worker, retrieved by another."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self._geometry = _GEOMETRIES[name]
+        self._seed = number + 1
+        tokens = _CHUNKS * _CHUNK_SIZE
+        # Tokens of this layout's own: what one layout stored must not pass for another's.
+        self._tokens = [self._seed * 100_000 + index for index in range(tokens)]
+        blocks = tokens // _BLOCK_SIZE
+        shuffled = random.Random(self._seed).sample(range(_CACHE_BLOCKS), 2 * blocks)
+        # Two disjoint sets in scattered order: nothing ends up right by standing still.
+        self._from, self._into = shuffled[:blocks], shuffled[blocks:]
+        self._mib = 0.0
+        self._store_gbps = 0.0
+        self._error = ""
+
+    def _placed(self, blocks: list[int]) -> list[tuple[int, int]]:
+        return [(block, index * _BLOCK_SIZE) for index, block in enumerate(blocks)]
+
+    def _join(self, worker: WorkerProcess, url: str) -> str:
+        worker.call("connect", url=url, model_name=f"lmcache-rbln-demo-{self._geometry.layout}")
+        joined = worker.call("register", geometry=asdict(self._geometry))
+        return str(joined["transport"])
+
+    def store(self, worker: WorkerProcess, url: str, step: Any) -> None:
+        """Write known content and store it."""
+        step(f"{self.name}: writing known content")
+        self._join(worker, url)
+        worker.call("write", seed=self._seed, placed=self._placed(self._from))
+        step(f"{self.name}: storing")
+        stored = worker.call(
+            "store", token_ids=self._tokens, block_ids=self._from, request_id="store"
+        )
+        nbytes = worker.call("nbytes", tokens=len(self._tokens))
+        self._mib = nbytes / 2**20
+        self._store_gbps = nbytes / stored["seconds"] / 1e9
+        worker.call("end_session", request_id="store")
+        if not stored["done"]:
+            self._error = "the store failed"
+
+    def retrieve(self, worker: WorkerProcess, url: str, step: Any) -> LayoutResult:
+        """Retrieve into a wiped cache, and compare all of it."""
+        step(f"{self.name}: looking up")
+        transport = self._join(worker, url)
+        found = worker.call("lookup", token_ids=self._tokens, request_id="retrieve")
+        step(f"{self.name}: retrieving")
+        gbps = 0.0
+        if found != len(self._tokens):
+            self._error = self._error or f"{found} of {len(self._tokens)} tokens were found"
+        if not self._error:
+            retrieved = worker.call(
+                "retrieve", token_ids=self._tokens, block_ids=self._into, request_id="retrieve"
+            )
+            gbps = self._mib * 2**20 / retrieved["seconds"] / 1e9
+            if not retrieved["done"]:
+                self._error = "the retrieve failed"
+        step(f"{self.name}: comparing every byte")
+        worker.call("end_session", request_id="retrieve")
+        self._error = self._error or worker.call(
+            "difference", seed=self._seed, placed=self._placed(self._into)
+        )
+        return LayoutResult(
+            self.name, self._mib, self._store_gbps, gbps, transport, self._error
+        )
+
+
+def _show(
+    console: Console, results: list[LayoutResult], device: str, about: dict[str, str]
+) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in about.items())
+    table = Table(title=f"{device}: stored by one process, retrieved by another", caption=versions)
+    for column in ("layout", "MiB", "store GB/s", "retrieve GB/s", "transport", "verdict"):
+        numbers = column not in ("layout", "transport", "verdict")
+        table.add_column(column, justify="right" if numbers else "left")
+    for result in results:
+        table.add_row(
+            result.layout,
+            f"{result.mib:.1f}",
+            f"{result.store_gbps:.2f}",
+            f"{result.retrieve_gbps:.2f}",
+            result.transport,
+            f"[green]{result.verdict}[/]" if not result.error else f"[red]{result.verdict}[/]",
+        )
+    console.print(table)
