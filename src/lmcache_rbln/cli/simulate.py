@@ -6,10 +6,20 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
 
 from lmcache_rbln.simulator import SimulatorError, environment
+from lmcache_rbln.simulator._report import read_trace, render, summarize
 from lmcache_rbln.simulator._settings import SETTINGS
+
+_TRACE = "RBLN_SIM_TRACE"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,12 +37,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             metavar=setting.metavar,
             help=f"{setting.help} [{setting.variable}]",
         )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print a summary of the copies on stderr when COMMAND has ended",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Becomes COMMAND; returns only where that fails (exit code 2, or 127 if not found)."""
+    """Runs COMMAND.
+
+    Returns:
+        Its exit code, or 128 plus the number of the signal that ended it; 2 when the simulated NPU
+        cannot be set up, 127 when COMMAND is not found.
+    """
     command: list[str] = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         args.parser.error("no command given: lmcache-rbln simulate [options] -- COMMAND ...")
@@ -47,4 +67,32 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         print(f"lmcache-rbln simulate: command not found: {command[0]}", file=sys.stderr)
         return 127
-    os.execve(program, command, variables)
+    if trace := variables.get(_TRACE):
+        variables[_TRACE] = os.path.abspath(trace)  # COMMAND may change its folder
+    if not args.report:
+        sys.stdout.flush()
+        os.execve(program, command, variables)
+    if trace:
+        return _run_and_report(program, command, variables)
+    with tempfile.TemporaryDirectory(prefix="lmcache-rbln-") as folder:
+        variables[_TRACE] = str(Path(folder) / "trace.jsonl")
+        return _run_and_report(program, command, variables)
+
+
+def _run_and_report(program: str, command: list[str], variables: dict[str, str]) -> int:
+    trace = Path(variables[_TRACE])
+    before = trace.stat().st_size if trace.exists() else 0
+    child = subprocess.Popen(command, executable=program, env=variables)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    # The terminal sends Ctrl-C to COMMAND as well; how it takes it is its own affair.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = child.wait()
+    console = Console(stderr=True)
+    submissions = read_trace(trace, before) if trace.exists() else []
+    for part in render(summarize(submissions)):
+        console.print(part)
+    return code if code >= 0 else 128 - code

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lmcache_rbln import simulator
 
@@ -19,25 +18,9 @@ def on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "rbln"
 
 
-class HostViews:
-    """CPU tensors over device memory, kept for as long as the device tensors live.
-
-    Weights and caches are arguments of every call, so their views are made once.
-    """
-
-    def __init__(self) -> None:
-        self._views: Any = WeakIdKeyDictionary()
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The CPU tensor that shares the memory of `tensor`."""
-        # An assignment to .data moves a tensor without making a new one.
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        known = self._views.get(tensor)
-        if known is None or known[0] != place:
-            known = (place, simulator.host_view(tensor))
-            self._views[tensor] = known
-        view: torch.Tensor = known[1]
-        return view
+def host_view(value: Any) -> Any:
+    """`value`, or the CPU tensor on its memory if it is a device tensor."""
+    return simulator.host_view(value) if on_device(value) else value
 
 
 def _to_host(value: Any) -> Any:
@@ -61,14 +44,9 @@ def _operator_name(target: Any) -> str:
 class GraphRunner(torch.fx.Interpreter):
     """Interprets a graph whose arguments and attributes may be device tensors."""
 
-    def __init__(self, graph: torch.fx.GraphModule, views: HostViews) -> None:
-        super().__init__(graph, garbage_collect_values=True)
-        self._host_views = views
-
     def fetch_attr(self, target: str) -> Any:
         """An attribute of the graph, seen from the host."""
-        value = super().fetch_attr(target)
-        return self._host_views.of(value) if on_device(value) else value
+        return host_view(super().fetch_attr(target))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Raises: NotImplementedError, always: torch hands weights over as arguments."""

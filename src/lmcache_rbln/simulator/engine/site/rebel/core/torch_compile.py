@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 from ..errors import not_modelled
 from ..ops import torch_custom_ops  # noqa: F401  # defines the operators
 from . import program_capture
-from .graph_runner import GraphRunner, HostViews, on_device
+from .graph_runner import GraphRunner, host_view, on_device
 from .placement import input_specs
 
 # torch-rbln adds "rbln", which torch's own annotations don't know.
 _torch: Any = torch
 
 _numbers = itertools.count(1)
-_views = HostViews()
 
 # Options that change nothing here: where artifacts go, which NPUs share a graph, how it is traced.
 _IGNORED_OPTIONS = frozenset(
@@ -58,7 +57,7 @@ class Runtime:
 
     def __init__(self, graph: torch.fx.GraphModule, use_static_output: bool) -> None:
         self._graph = graph
-        self._runner = GraphRunner(graph, _views)
+        self._runner = GraphRunner(graph)
         self._input_binding = _InputBinding()
         # With static outputs a launch overwrites what the one before it returned.
         self._static: dict[int, torch.Tensor] | None = {} if use_static_output else None
@@ -86,9 +85,9 @@ class Runtime:
         if device is not None:
             # A launch comes after what is queued on the stream; the CPU has to wait for that.
             _torch.rbln.current_stream(device).synchronize()
-        # The views outlive inference mode, and an inference tensor could not be written later.
+        # Graphs write into their arguments, which tensors made in inference mode don't allow.
         with torch.inference_mode(False), torch.no_grad():
-            host = [_views.of(a) if on_device(a) else a for a in args]
+            host = [host_view(a) for a in args]
             given = {id(h): a for h, a in zip(host, args, strict=True) if on_device(a)}
             leaves, tree = pytree.tree_flatten(self._runner.run(*host))
             back = [self._to_device(n, x, device, given) for n, x in enumerate(leaves)]

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PLR0917  # an operator's arguments are as many as its caller passes
 """Mixture of experts."""
 
 import torch

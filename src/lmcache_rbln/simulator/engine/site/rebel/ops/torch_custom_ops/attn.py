@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PLR0917  # an operator's arguments are as many as its caller passes
 """The attention operators: `torch.ops.rbln_custom_ops` (blocks-first caches), and the math for
 `torch.ops.rbln_triton_ops` (K/V-first caches), which vLLM-RBLN defines itself.
 

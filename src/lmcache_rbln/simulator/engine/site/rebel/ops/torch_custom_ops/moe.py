@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PLR0917  # an operator's arguments are as many as its caller passes
 """`torch.ops.rbln_custom_ops`: mixture of experts, as called in vLLM-RBLN 0.12.0,
 `vllm_rbln/model_executor/layers/fused_moe`."""
 
