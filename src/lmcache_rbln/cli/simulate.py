@@ -15,7 +15,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from lmcache_rbln.simulator import SimulatorError, environment
+from lmcache_rbln.simulator import SimulatorError, engine, environment
 from lmcache_rbln.simulator._report import read_trace, render, summarize
 from lmcache_rbln.simulator._settings import SETTINGS
 
@@ -42,6 +42,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="print a summary of the copies on stderr when COMMAND has ended",
     )
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="also put a stand-in for the vendor's compiler on the import path of Python, so that "
+        "vLLM-RBLN's engine runs, on the CPU",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     parser.set_defaults(run=run, parser=parser)
 
@@ -58,9 +64,11 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("no command given: lmcache-rbln simulate [options] -- COMMAND ...")
     try:
         variables = environment(**{s.name: getattr(args, s.name) for s in SETTINGS})
+        if args.engine:
+            variables.update(engine.environment(variables))
     except ValueError as error:
         args.parser.error(str(error))
-    except SimulatorError as error:
+    except (SimulatorError, engine.RealCompilerInstalledError) as error:
         print(f"lmcache-rbln simulate: {error}", file=sys.stderr)
         return 2
     program = shutil.which(command[0])
