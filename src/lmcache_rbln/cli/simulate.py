@@ -95,10 +95,16 @@ def _run_and_report(program: str, command: list[str], variables: dict[str, str])
     def forward(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)
 
-    signal.signal(signal.SIGTERM, forward)
     # The terminal sends Ctrl-C to COMMAND as well; how it takes it is its own affair.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = child.wait()
+    before_run = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    }
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before_run.items():
+            signal.signal(number, handler)
     console = Console(stderr=True)
     submissions = read_trace(trace, before) if trace.exists() else []
     for part in render(summarize(submissions)):

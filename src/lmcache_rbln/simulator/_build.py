@@ -133,7 +133,7 @@ def _compile(command: list[str], sources: list[Path], folder: Path) -> None:
         result = _run([*command, *map(str, sources), "-o", str(fresh / LIBRARY)])
         if result.returncode != 0:
             raise SimulatorError(
-                f"compiling the simulated NPU failed ({shlex.join(command[:-len(FLAGS)])}, exit "
+                f"compiling the simulated NPU failed ({shlex.join(command[: -len(FLAGS)])}, exit "
                 f"code {result.returncode}):\n{result.stderr.strip()}"
             )
         try:

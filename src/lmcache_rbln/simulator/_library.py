@@ -29,9 +29,7 @@ def library_path() -> Path:
     return loaded if loaded is not None and _is_stand_in(loaded) else _build.build()
 
 
-def environment(
-    base: MutableMapping[str, str] | None = None, **settings: object
-) -> dict[str, str]:
+def environment(base: MutableMapping[str, str] | None = None, **settings: object) -> dict[str, str]:
     """The environment under which a child process has the simulated NPU.
 
     Args:
@@ -92,7 +90,10 @@ def activate(**settings: object) -> None:
     path = _build.build()
     os.environ.update(wanted)
     _prepend(os.environ, path.parent)
-    _load(path)
+    library = _load(path)
+    error = ctypes.create_string_buffer(512)
+    if library.rbln_sim_settings_error(error, ctypes.c_uint64(len(error))):
+        raise ValueError(error.value.decode())
 
 
 def is_active() -> bool:
@@ -204,7 +205,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
             f"no simulated device memory at {tensor.data_ptr():#x} ({nbytes} bytes)"
         )
     memory = (ctypes.c_char * nbytes).from_address(address)
-    memory.owner = tensor  # type: ignore[attr-defined]
+    vars(memory)["owner"] = tensor  # the view keeps `memory`, which keeps the tensor
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
 

@@ -8,6 +8,7 @@ gives an exception, or a usage error, instead of a line on stderr and an NPU tha
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def check_faults(text: str) -> str | None:
     return None
 
 
-def _anything(text: str) -> str | None:
-    return None
+def _file(text: str) -> str | None:
+    fits = not os.path.isdir(text) and os.access(os.path.dirname(text) or ".", os.W_OK | os.X_OK)
+    return None if fits else "a file in a folder that exists and can be written to"
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,7 @@ class Setting:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "npus", "RBLN_SIM_NPUS", "N", "physical NPUs of the host (1)", _integer(0, MAX_NPUS)
-    ),
+    Setting("npus", "RBLN_SIM_NPUS", "N", "physical NPUs of the host (1)", _integer(0, MAX_NPUS)),
     Setting(
         "memory_gb",
         "RBLN_SIM_MEMORY_GB",
@@ -180,7 +180,7 @@ SETTINGS: tuple[Setting, ...] = (
         "RBLN_SIM_TRACE",
         "FILE",
         "file that gets one JSON line a submission (none)",
-        _anything,
+        _file,
     ),
     Setting(
         "host",

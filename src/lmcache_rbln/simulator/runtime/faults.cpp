@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
 
 #include "clock.h"
@@ -132,6 +131,11 @@ Verdict consult(Call call) {
   // 'any' may hit a call that copies nothing.
   const bool copies = call == Call::kH2V || call == Call::kV2H || call == Call::kV2V;
   if (verdict.action == Action::kShort && !copies) verdict.action = Action::kFail;
+  return verdict;
+}
+
+Verdict consult_blocking(Call call) {
+  Verdict verdict = consult(call);
   if (verdict.action == Action::kHang) {
     sleep_until(now_ns() + static_cast<uint64_t>(verdict.seconds * 1e9));
     verdict.action = Action::kNone;

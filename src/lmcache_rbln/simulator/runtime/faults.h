@@ -29,8 +29,11 @@ struct Verdict {
 
 bool parse_faults(const std::string& spec, std::vector<Fault>& faults, std::string& error);
 
-// Counts the call and tells what is to happen to it. A hang is spent here, before returning.
+// Counts the call and tells what is to happen to it.
 Verdict consult(Call call);
+
+// The same for calls that block anyway: a hang is spent before it returns.
+Verdict consult_blocking(Call call);
 
 bool inject(const std::string& spec, std::string& error);
 void clear_faults();

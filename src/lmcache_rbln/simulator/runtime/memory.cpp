@@ -93,10 +93,6 @@ void Memory::count_out(rbln::MemoryStats& s, uint64_t size) {
 
 RBLNRetCode Memory::allocate(uint32_t device, uint64_t size, uint64_t& vaddr, std::string& error) {
   const std::vector<int>* group = host().group(device);
-  if (!group) {
-    error = "rbln:" + std::to_string(device) + " was not opened";
-    return RBLNRetCode_INVALID;
-  }
   if (!size) {
     error = "an allocation of 0 bytes";
     return RBLNRetCode_INVALID;

@@ -69,6 +69,7 @@ class Pin {
 
 class Memory {
  public:
+  // The device must have been opened.
   RBLNRetCode allocate(uint32_t device, uint64_t size, uint64_t& vaddr, std::string& error);
   bool release(uint64_t vaddr);
 

@@ -102,7 +102,9 @@ bool Host::open(uint32_t device, const int* visible, int count, std::string& err
     ids.push_back(id);
   }
   for (int id : ids) npus_[id].open = true;
-  // Registering again replaces the group; the old one may still be read and is left alone.
+  const std::vector<int>* known = group(device);
+  if (known && *known == ids) return true;
+  // Another group replaces the first; that one may still be read and is left alone.
   groups_[device].store(new std::vector<int>(std::move(ids)), std::memory_order_release);
   return true;
 }
@@ -122,6 +124,7 @@ void Host::become_child(int parent) {
     npu.used_bytes = 0;
     if (npu.lock >= 0) close(npu.lock);  // else the NPU would stay taken after the parent's death
     npu.lock = -1;
+    for (Engine& engine : npu.engines) new (&engine) Engine;  // mutexes may be held in the parent
   }
   for (auto& group : groups_) group = nullptr;
   new (&opening) std::mutex;  // another thread of the parent may have held it

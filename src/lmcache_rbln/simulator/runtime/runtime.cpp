@@ -29,26 +29,46 @@ constexpr RBLNRetCode kInvalid = RBLNRetCode_INVALID;
 constexpr char kName[] = "RBLN-SIMULATED";
 static_assert(sizeof(kName) <= sizeof(RBLNDeviceProperties::name), "name field");
 
+std::string not_opened(uint32_t device) {
+  std::string text = "rbln:" + std::to_string(device) + " was not opened";
+  if (host().parent()) {
+    text += " in this process; what was opened before fork() stays with process " +
+            std::to_string(host().parent()) + " (start workers with spawn)";
+  }
+  return text;
+}
+
+// The NPU of the device that is lost, or -1.
+int lost_npu(const std::vector<int>& group) {
+  for (int id : group) {
+    if (host().npu(id).lost) return id;
+  }
+  return -1;
+}
+
+// False, and a line, when the device was not opened or is gone.
+bool usable(const char* call, uint32_t device) {
+  const std::vector<int>* group = host().group(device);
+  if (!group) {
+    complain("%s: %s", call, not_opened(device).c_str());
+    return false;
+  }
+  const int lost = lost_npu(*group);
+  if (lost >= 0) complain("%s: NPU %d is lost", call, lost);
+  return lost < 0;
+}
+
 // Waiting calls: false when the call is to fail, or the device is gone.
 bool may_wait(const char* call, uint32_t device) {
   counters().synchronize.fetch_add(1, std::memory_order_relaxed);
   const std::vector<int>* group = host().group(device);
-  if (!group) {
-    complain("%s: rbln:%u was not opened", call, device);
-    return false;
-  }
-  const Verdict verdict = consult(Call::kSync);
-  if (verdict.action == Action::kLost) host().npu(group->front()).lost = true;
+  const Verdict verdict = consult_blocking(Call::kSync);
+  if (verdict.action == Action::kLost && group) host().npu(group->front()).lost = true;
   if (verdict.action != Action::kNone) {
     complain("%s: failing as injected", call);
     return false;
   }
-  for (int id : *group) {
-    if (!host().npu(id).lost) continue;
-    complain("%s: NPU %d is lost", call, id);
-    return false;
-  }
-  return true;
+  return usable(call, device);
 }
 
 bool fail_late(const char* call, Stream& stream) {
@@ -59,17 +79,14 @@ bool fail_late(const char* call, Stream& stream) {
 }
 
 RBLNRetCode allocate(const char* call, uint32_t device, uint64_t size, uint64_t& vaddr) {
-  const Verdict verdict = consult(Call::kMalloc);
+  const Verdict verdict = consult_blocking(Call::kMalloc);
   const std::vector<int>* group = host().group(device);
   if (verdict.action == Action::kLost && group) host().npu(group->front()).lost = true;
   if (verdict.action != Action::kNone) {
     complain("%s: failing as injected", call);
     return kFailure;
   }
-  if (group && host().npu(group->front()).lost) {
-    complain("%s: NPU %d is lost", call, group->front());
-    return kFailure;
-  }
+  if (!usable(call, device)) return kFailure;
   std::string error;
   const RBLNRetCode result = memory().allocate(device, size, vaddr, error);
   if (result != kSuccess) {
@@ -97,7 +114,7 @@ RBLNRetCode borrow(const char* call, uint64_t vaddr, uint64_t size, uint64_t& ad
     complain("%s: %s", call, memory().explain(vaddr, size).c_str());
     return kInvalid;
   }
-  const Verdict verdict = consult(Call::kBorrow);
+  const Verdict verdict = consult_blocking(Call::kBorrow);
   if (verdict.action == Action::kLost) pin.npu().lost = true;
   if (verdict.action != Action::kNone || pin.npu().lost) {
     complain("%s: %s", call, verdict.action != Action::kNone ? "failing as injected"
@@ -159,7 +176,7 @@ RBLNRetCode rbln_get_device_count(int* count) {
 
 RBLNRetCode rbln_register_device_id(int torch_device, int* npus, int count) {
   std::string error = rbln_sim::settings().error;
-  const rbln_sim::Verdict verdict = rbln_sim::consult(rbln_sim::Call::kOpen);
+  const rbln_sim::Verdict verdict = rbln_sim::consult_blocking(rbln_sim::Call::kOpen);
   if (verdict.action == rbln_sim::Action::kLost && count > 0) {
     const int id = host().physical(npus[0], error);
     if (id >= 0) host().npu(id).lost = true;
@@ -400,7 +417,7 @@ RBLNRetCode rbln_memcpy_v2v_multi(const CopyOps& ops) {
 RBLNRetCode rbln_stream_create(uint32_t torch_device, uint64_t* stream) {
   rbln_sim::Stream* made = rbln_sim::create_stream(torch_device);
   if (!made) {
-    complain("rbln_stream_create: rbln:%u was not opened", torch_device);
+    complain("rbln_stream_create: %s", rbln_sim::not_opened(torch_device).c_str());
     return RBLNRetCode_INVALID;
   }
   *stream = made->handle();
@@ -420,8 +437,10 @@ static bool known(const char* call, uint64_t event, rbln_sim::Mark& mark) {
 }
 
 RBLNRetCode rbln_stream_query(uint64_t stream, bool* done) {
-  rbln_sim::Stream* found = known("rbln_stream_query", stream);
+  const char* const call = "rbln_stream_query";
+  rbln_sim::Stream* found = known(call, stream);
   if (!found) return RBLNRetCode_INVALID;
+  if (!rbln_sim::usable(call, found->device())) return RBLNRetCode_FAILURE;
   *done = found->idle();
   return RBLNRetCode_SUCCESS;
 }
@@ -455,7 +474,7 @@ RBLNRetCode rbln_stream_wait_event(uint64_t stream, uint64_t event) {
 
 RBLNRetCode rbln_get_current_stream(uint32_t torch_device, uint64_t* stream) {
   if (!host().group(torch_device)) {
-    complain("rbln_get_current_stream: rbln:%u was not opened", torch_device);
+    complain("rbln_get_current_stream: %s", rbln_sim::not_opened(torch_device).c_str());
     return RBLNRetCode_INVALID;
   }
   *stream = rbln_sim::current_stream(torch_device).handle();
@@ -473,7 +492,7 @@ RBLNRetCode rbln_set_current_stream(uint32_t torch_device, uint64_t stream) {
 
 RBLNRetCode rbln_event_create(uint32_t torch_device, uint64_t* event) {
   if (!host().group(torch_device)) {
-    complain("rbln_event_create: rbln:%u was not opened", torch_device);
+    complain("rbln_event_create: %s", rbln_sim::not_opened(torch_device).c_str());
     return RBLNRetCode_INVALID;
   }
   *event = rbln_sim::create_event(torch_device);
@@ -496,7 +515,9 @@ RBLNRetCode rbln_event_record(uint64_t event, uint64_t stream) {
 
 RBLNRetCode rbln_event_query(uint64_t event, bool* done) {
   rbln_sim::Mark mark;
-  if (!known("rbln_event_query", event, mark)) return RBLNRetCode_INVALID;
+  const char* const call = "rbln_event_query";
+  if (!known(call, event, mark)) return RBLNRetCode_INVALID;
+  if (!rbln_sim::usable(call, rbln_sim::device_of(event))) return RBLNRetCode_FAILURE;
   *done = !mark.stream || mark.stream->reached(mark.position);
   return RBLNRetCode_SUCCESS;
 }

@@ -86,8 +86,8 @@ bool usable(const char* call, const Npu& npu) {
 
 // What is to happen to this call: false when it is to fail at once. `limit` is lowered when only
 // part of the bytes is to be copied before it fails.
-bool allowed(Direction direction, const char* call, Npu& npu, uint64_t bytes, uint64_t& limit) {
-  const Verdict verdict = consult(call_of(direction));
+bool allowed(const Verdict& verdict, const char* call, Npu& npu, uint64_t bytes,
+             uint64_t& limit) {
   limit = bytes;
   switch (verdict.action) {
     case Action::kFail:
@@ -156,7 +156,8 @@ RBLNRetCode copy(Direction direction, const char* call, uint64_t source, uint64_
   Npu& npu = job.device_side().npu();
   const uint32_t device = job.device_side().device();
   uint64_t limit;
-  if (!allowed(direction, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
+  const Verdict verdict = consult_blocking(call_of(direction));
+  if (!allowed(verdict, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
   Stream& stream = current_stream(device);
   if (!settle(call, stream)) return RBLNRetCode_FAILURE;
 
@@ -182,11 +183,15 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
   Npu& npu = job->device_side().npu();
   const uint32_t device = job->device_side().device();
   uint64_t limit;
-  if (!allowed(direction, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
+  const Verdict verdict = consult(call_of(direction));
+  if (!allowed(verdict, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
   Stream& stream = current_stream(device);
-  counters().of(direction).add(1, bytes);
   auto work = [=, &npu, &stream](uint64_t ready_ns) {
     Trace trace;
+    if (verdict.action == Action::kHang) {
+      ready_ns += static_cast<uint64_t>(verdict.seconds * 1e9);
+      sleep_until(ready_ns);
+    }
     // A lost device does nothing more; who waits for it is told.
     if (npu.lost) {
       stream.fail();
@@ -202,6 +207,7 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
                static_cast<unsigned long long>(limit), static_cast<unsigned long long>(bytes));
       stream.fail();
     } else {
+      counters().of(direction).add(1, bytes);
       trace.submission(label(direction), 1, bytes, npu.id, device, stream.number(), slot, true);
     }
     return slot.end;
@@ -238,7 +244,8 @@ RBLNRetCode copy_bulk(Direction direction, const char* call, const rbln::CopyOps
   Npu& npu = jobs[0].device_side().npu();
   const uint32_t device = jobs[0].device_side().device();
   uint64_t limit;
-  if (!allowed(direction, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
+  const Verdict verdict = consult_blocking(call_of(direction));
+  if (!allowed(verdict, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
   Stream& stream = current_stream(device);
   if (!settle(call, stream)) return RBLNRetCode_FAILURE;
   // The vendor measured that the device's bulk host copy times out in the kernel driver above a
