@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-rbln doctor``: what is wrong with this host, and what to do about it.
+
+Each line is a check: ok, warning or failed, what was found, and the next step. torch is never
+imported here, for a broken RBLN runtime makes that impossible: a process of its own looks at it.
+No NPU is opened unless ``--open`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lmcache_rbln import __version__
+from lmcache_rbln.cli import _doctor_host, _doctor_server
+from lmcache_rbln.cli._doctor_report import Check, Status, failed
+
+#: Seconds for the probe; importing torch from a cold disk takes long.
+_PROBE_SECONDS = 60.0
+
+_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
+
+#: Distributions whose versions the report names.
+_DISTRIBUTIONS = (
+    "lmcache-rbln",
+    "lmcache",
+    "torch",
+    "torch-rbln",
+    "rebel-compiler",
+    "vllm",
+    "vllm-rbln",
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to ``lmcache-rbln``."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this host, and a running server, for everything that serving needs",
+        description=__doc__,
+        epilog="Exit code: 0 if serving would work (warnings allowed), 1 if not, 2 for a wrong "
+        "argument.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--server", metavar="URL", default="", help="check this lmcache server, tcp://HOST:PORT"
+    )
+    parser.add_argument(
+        "--http",
+        metavar="URL",
+        default="",
+        help="its HTTP pages (default: port 8080 on the same host)",
+    )
+    parser.add_argument(
+        "--block-size",
+        metavar="N",
+        type=int,
+        help="check the server's chunk size against vLLM's --block-size N",
+    )
+    parser.add_argument(
+        "--no-engine",
+        action="store_true",
+        help="this host needs no vLLM: a server, or the demo, runs here",
+    )
+    parser.add_argument(
+        "--open", action="store_true", help="use each NPU once, which fails if one is held"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all checks and print the report.
+
+    Returns:
+        0 if no check failed, else 1.
+    """
+    started = time.monotonic()
+    if args.block_size is not None and args.block_size < 1:
+        args.parser.error(f"--block-size {args.block_size}: expected at least 1")
+    try:
+        for address, port in (
+            (args.server, _doctor_server.DEFAULT_PORT),
+            (args.http, _doctor_server.DEFAULT_HTTP_PORT),
+        ):
+            if address:
+                _doctor_server.parse_address(address, port)
+    except ValueError as exc:
+        args.parser.error(str(exc))
+    checks = diagnose(
+        server=args.server,
+        http_address=args.http,
+        block_size=args.block_size,
+        engine=not args.no_engine,
+        open_npus=args.open,
+    )
+    seconds = time.monotonic() - started
+    good = not any(check.status is Status.FAILED for check in checks)
+    if args.json:
+        print(json.dumps(_report(checks, good, seconds), indent=2))
+    else:
+        _show(Console(), checks, good)
+    return 0 if good else 1
+
+
+def diagnose(
+    *,
+    server: str = "",
+    http_address: str = "",
+    block_size: int | None = None,
+    engine: bool = True,
+    open_npus: bool = False,
+) -> list[Check]:
+    """Run all checks.
+
+    Args:
+        server: address of an LMCache server to look at, ``tcp://HOST:PORT``; "" for none.
+        http_address: address of its HTTP pages; "" for port 8080 on the same host.
+        block_size: tokens a block of the engine; None if not known.
+        engine: whether vLLM is to run on this host.
+        open_npus: whether each NPU is used once.
+
+    Raises:
+        ValueError: an address is none.
+    """
+    # The probe takes nearly all the time; the rest is done beside it.
+    probe = _Probe(open_npus=open_npus, server=server)
+    seen = _doctor_server.look(server, http_address) if server or http_address else None
+    facts, ended = probe.finish()
+    checks = list(_doctor_host.software(facts, engine=engine))
+    if ended:
+        checks.insert(1, ended)
+    if seen is not None:
+        checks += _doctor_server.checks(seen, facts, block_size)
+    checks.append(_doctor_host.memlock(seen.pool_nbytes if seen is not None else None))
+    return checks
+
+
+class _Probe:
+    """The process that imports torch and LMCache; see ``_doctor_probe``."""
+
+    def __init__(self, *, open_npus: bool, server: str) -> None:
+        command = [sys.executable, "-m", "lmcache_rbln.cli._doctor_probe"]
+        command += ["--open"] if open_npus else []
+        if server:
+            host, port = _doctor_server.parse_address(server, _doctor_server.DEFAULT_PORT)
+            command += ["--server", f"tcp://{host}:{port}"]
+        environment = {
+            **os.environ,
+            # The probe loads torch-rbln itself, after torch.
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            # LMCache would report the device's properties to its makers.
+            "LMCACHE_TRACK_USAGE": "false",
+        }
+        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def finish(self) -> tuple[dict[str, dict[str, Any]], Check | None]:
+        """What the probe found by stage, and a failed check if it ended before its end."""
+        hung = False
+        try:
+            output, _ = self._process.communicate(timeout=_PROBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            hung = True
+            self._process.kill()
+            output, _ = self._process.communicate()
+        facts: dict[str, dict[str, Any]] = {}
+        stage = "start"
+        for line in output.splitlines():
+            entry = json.loads(line)
+            stage = entry.get("begin", stage)
+            if "end" in entry:
+                facts[entry["end"]] = entry["facts"]
+        with self._log as log:
+            log.seek(0)
+            last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "")
+        if not hung and self._process.returncode == 0:
+            return facts, None
+        how = "hung" if hung else f"ended with exit code {self._process.returncode}"
+        return facts, failed(
+            "probe",
+            f"the process that looks at torch, the runtime and LMCache {how} at {stage}: {last}",
+            f"see what happens there: TORCH_DEVICE_BACKEND_AUTOLOAD=0 {sys.executable} -m "
+            "lmcache_rbln.cli._doctor_probe",
+        )
+
+
+def _report(checks: list[Check], good: bool, seconds: float) -> dict[str, Any]:
+    return {
+        "ok": good,
+        "seconds": round(seconds, 2),
+        "versions": {name: _doctor_host.installed(name) or None for name in _DISTRIBUTIONS},
+        "checks": [{**asdict(check), "status": check.status.value} for check in checks],
+    }
+
+
+def _show(console: Console, checks: list[Check], good: bool) -> None:
+    console.print(f"lmcache-rbln {__version__} doctor", highlight=False)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        line = Text.assemble(
+            (f"{check.status.value:<8}", _COLOURS[check.status]),
+            f"{check.name:<{width}}  ",
+            check.found,
+        )
+        # A long line is the terminal's to fold: what is copied from it stays whole.
+        console.print(line, soft_wrap=True, highlight=False)
+        if check.status is not Status.OK:
+            console.print(
+                Text(f"{'':<8}{'':<{width}}  -> {check.next_step}"), soft_wrap=True, highlight=False
+            )
+    counts = {status: sum(check.status is status for check in checks) for status in Status}
+    summary = f"{counts[Status.FAILED]} failed, {counts[Status.WARNING]} warnings. "
+    summary += "Serving would work." if good else "Serving would not work."
+    console.print(Text(summary, "bold green" if good else "bold red"))
