@@ -29,6 +29,22 @@ constexpr RBLNRetCode kInvalid = RBLNRetCode_INVALID;
 constexpr char kName[] = "RBLN-SIMULATED";
 static_assert(sizeof(kName) <= sizeof(RBLNDeviceProperties::name), "name field");
 
+// As the NPUs of the RBLN-CR generation; vLLM-RBLN 0.12.0 sizes its KV cache for just that many.
+constexpr uint32_t kChiplets = 4;
+
+// One chiplet's part of an NPU's bytes: every allocation lies evenly on all of them.
+rbln::MemoryStats chiplet_share(rbln::MemoryStats stats) {
+  for (uint64_t* bytes : {&stats.allocated_current, &stats.allocated_peak,
+                          &stats.allocated_total_allocated, &stats.allocated_total_freed,
+                          &stats.reserved_current, &stats.reserved_peak,
+                          &stats.reserved_total_allocated, &stats.reserved_total_freed,
+                          &stats.active_current, &stats.active_peak, &stats.cached_current,
+                          &stats.cached_peak}) {
+    *bytes /= kChiplets;
+  }
+  return stats;
+}
+
 std::string not_opened(uint32_t device) {
   std::string text = "rbln:" + std::to_string(device) + " was not opened";
   if (host().parent()) {
@@ -198,8 +214,8 @@ RBLNRetCode rbln_get_device_properties(int npu, RBLNDeviceProperties* properties
   std::memset(properties, 0, sizeof(*properties));
   std::memcpy(properties->name, rbln_sim::kName, sizeof(rbln_sim::kName));
   properties->total_memory = rbln_sim::settings().memory_bytes;
-  properties->memory_per_chiplet = rbln_sim::settings().memory_bytes;
-  properties->num_chiplet = 1;
+  properties->memory_per_chiplet = rbln_sim::settings().memory_bytes / rbln_sim::kChiplets;
+  properties->num_chiplet = rbln_sim::kChiplets;
   return RBLNRetCode_SUCCESS;
 }
 
@@ -211,8 +227,12 @@ RBLNRetCode rbln_get_device_memory_info(int npu, RBLNDeviceMemoryInfo* info) {
   info->used = host().npu(id).used_bytes;
   info->free = info->total - info->used;
   info->granularity = 4096;
-  info->num_chiplet = 1;
-  info->chiplets[0] = {info->total, info->used, info->free, info->free, 0};
+  info->num_chiplet = rbln_sim::kChiplets;
+  const uint64_t total = info->total / rbln_sim::kChiplets;
+  const uint64_t used = info->used / rbln_sim::kChiplets;
+  for (uint32_t c = 0; c < rbln_sim::kChiplets; ++c) {
+    info->chiplets[c] = {total, used, total - used, total - used, 0};
+  }
   return RBLNRetCode_SUCCESS;
 }
 
@@ -236,7 +256,8 @@ std::vector<std::vector<rbln::MemoryStats>> rbln_get_memory_stats_per_chiplet(in
   std::vector<std::vector<rbln::MemoryStats>> stats;
   if (const std::vector<int>* group = host().group(static_cast<uint32_t>(torch_device))) {
     for (int id : *group) {
-      stats.push_back({memory().stats(static_cast<uint32_t>(torch_device), id)});
+      stats.emplace_back(rbln_sim::kChiplets, rbln_sim::chiplet_share(memory().stats(
+                                                  static_cast<uint32_t>(torch_device), id)));
     }
   }
   return stats;

@@ -6,14 +6,23 @@ from typing import Any
 
 import torch
 
+from ..errors import not_modelled
 from .program_capture import Dim, InputSpec, PhysicalPlacement, ShardPlacement
+
+
+# Chiplets of a simulated NPU; each holds an even part of every allocation.
+_CHIPLETS = 4
 
 
 def input_specs(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[InputSpec, ...]:
-    """One spec for each tensor input. An input with a dynamic dimension also gets a placement:
-    whole, as torch sees it, on the first chiplet, where the simulated NPU keeps all memory."""
+    """One spec for each tensor input. An input with a dynamic dimension, which is a layer's KV
+    cache, also gets a placement: torch's own shape, cut into equal parts for the chiplets.
+
+    Raises:
+        NotImplementedError: for a dynamic input without a constant dimension to cut.
+    """
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     return tuple(
         _spec(name, value)
@@ -26,12 +35,20 @@ def _spec(name: str, value: torch.Tensor) -> InputSpec:
     dims = tuple(_dim(size) for size in value.shape)
     placement = None
     if any(not isinstance(dim, int) for dim in dims):
+        part = _part(dims)
         placement = PhysicalPlacement(
             shape=dims,
             dtype=str(value.dtype).removeprefix("torch."),
-            shards=(ShardPlacement(node_id=0, chiplet_id=0, slice_shape=dims),),
+            shards=tuple(ShardPlacement(0, chiplet, part) for chiplet in range(_CHIPLETS)),
         )
     return InputSpec(name, tuple(_hint(size) for size in value.shape), value.dtype, placement)
+
+
+def _part(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    for axis, dim in enumerate(dims):
+        if isinstance(dim, int) and dim % _CHIPLETS == 0:
+            return (*dims[:axis], dim // _CHIPLETS, *dims[axis + 1 :])
+    raise not_modelled(f"a dynamic input of shape {dims}, no dimension a multiple of {_CHIPLETS},")
 
 
 def _dim(size: int | torch.SymInt) -> Dim:
