@@ -14,7 +14,7 @@ import torch
 from lmcache import lmcache_native
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-from lmcache_rbln import block_transfer, kv_layout
+from lmcache_rbln import block_transfer, kv_layout, telemetry
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
 
 #: What LMCache's transfer contexts expect of a device operation (0.5.4-0.5.6): its retrieve catches
@@ -33,6 +33,7 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
     device_type: ClassVar[str] = "rbln"
 
     # LMCache passes tensors, not pointers, where the annotation of lmcache_objects_ptrs says Tensor.
+    @telemetry.counted
     def multi_layer_block_kv_transfer(
         self,
         paged_buffer_ptrs_tensor: list[torch.Tensor],

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was moved: counters, and one DEBUG line a transfer.
+
+==============================  =======  =========================================================
+OpenTelemetry counter           unit     counts, by ``direction`` (``store`` or ``retrieve``)
+==============================  =======  =========================================================
+lmcache_rbln.transfer.blocks    {block}  blocks moved, all layers of a block as one
+lmcache_rbln.transfer.bytes     By       bytes moved between NPU and host
+lmcache_rbln.transfer.seconds   s        time inside the device operation
+lmcache_rbln.transfer.failures  {call}   device operations that raised
+==============================  =======  =========================================================
+
+They belong to OpenTelemetry's global meter provider, which LMCache's own metrics use: whoever
+sets one in the worker exports them. LMCache (0.5.4 to 0.5.6) sets one in its server only; in a
+vLLM worker the counters are therefore kept in Prometheus's multi-process files too, which vLLM
+serves at its ``/metrics``. No port is opened here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lmcache.logging import init_logger
+
+from lmcache_rbln import __version__
+
+__all__ = ["counted"]
+
+logger = init_logger("lmcache_rbln.transfer")
+
+#: Where vLLM has its processes leave their Prometheus counters; set before a worker starts.
+_PROMETHEUS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+_DESCRIPTIONS = {
+    "blocks": ("{block}", "KV blocks moved between NPU and host, all layers of a block as one."),
+    "bytes": ("By", "Bytes moved between NPU and host."),
+    "seconds": ("s", "Seconds inside the KV transfers between NPU and host."),
+    "failures": ("{call}", "KV transfers between NPU and host that raised."),
+}
+
+
+def counted(transfer: Callable[..., None]) -> Callable[..., None]:
+    """Count what ``multi_layer_block_kv_transfer`` moves; the signature stays its own.
+
+    Args:
+        transfer: the method of a ``DeviceOps``.
+    """
+    names = list(inspect.signature(transfer).parameters)
+
+    @functools.wraps(transfer)
+    def run(*args: Any, **kwargs: Any) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        direction = {"D2H": "store", "H2D": "retrieve"}.get(
+            getattr(given.get("direction"), "name", ""), "unknown"
+        )
+        started = time.perf_counter()
+        try:
+            transfer(*args, **kwargs)
+        except BaseException as exc:
+            _add("failures", 1, direction)
+            logger.debug("%s failed: %s: %s", direction, type(exc).__name__, exc)
+            raise
+        seconds = time.perf_counter() - started
+        blocks, nbytes = _moved(given)
+        _add("blocks", blocks, direction)
+        _add("bytes", nbytes, direction)
+        _add("seconds", seconds, direction)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "%s: %d blocks, %.1f MiB in %.2f ms (%.2f GB/s)",
+                direction,
+                blocks,
+                nbytes / 2**20,
+                seconds * 1e3,
+                nbytes / seconds / 1e9,
+            )
+
+    return run
+
+
+def _moved(given: dict[str, Any]) -> tuple[int, int]:
+    """Blocks and bytes of a transfer that succeeded, and whose arguments are therefore sound."""
+    blocks = max(0, len(given["block_ids"]) - int(given["skip_prefix_n_blocks"]))
+    if not blocks:
+        return 0, 0
+    chunk = given["lmcache_objects_ptrs"][0]
+    token_nbytes = chunk.numel() // chunk.shape[-2] * chunk.element_size()
+    return blocks, blocks * int(given["shape_desc"].bs) * token_nbytes
+
+
+def _add(counter: str, amount: float, direction: str) -> None:
+    for add in _sinks()[counter]:
+        add(amount, direction)
+
+
+@functools.cache
+def _sinks() -> dict[str, list[Callable[[float, str], None]]]:
+    """Where each counter goes; made at the first transfer, in the process that does it."""
+    sinks: dict[str, list[Callable[[float, str], None]]] = {name: [] for name in _DESCRIPTIONS}
+    for name, (unit, description) in _DESCRIPTIONS.items():
+        for make in (_open_telemetry, _prometheus):
+            # LMCache brings both packages, and does without them where they are missing.
+            try:
+                sink = make(name, unit, description)
+            except ImportError:
+                continue
+            if sink is not None:
+                sinks[name].append(sink)
+    return sinks
+
+
+def _open_telemetry(name: str, unit: str, description: str) -> Callable[[float, str], None] | None:
+    from opentelemetry import metrics
+
+    counter = metrics.get_meter("lmcache_rbln", __version__).create_counter(
+        f"lmcache_rbln.transfer.{name}", unit=unit, description=description
+    )
+    return lambda amount, direction: counter.add(amount, {"direction": direction})
+
+
+def _prometheus(name: str, unit: str, description: str) -> Callable[[float, str], None] | None:
+    del unit
+    if _PROMETHEUS_FOLDER not in os.environ:
+        return None
+    from prometheus_client import Counter
+
+    counter = Counter(f"lmcache_rbln_transfer_{name}", description, ["direction"])
+    return lambda amount, direction: counter.labels(direction=direction).inc(amount)
