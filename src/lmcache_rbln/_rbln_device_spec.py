@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
+import importlib_metadata
 from lmcache.logging import init_logger
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
 from lmcache_rbln import __version__, npu
-from lmcache_rbln.lmcache_compat import blocks_first, takeover
+from lmcache_rbln.lmcache_compat import blocks_first, registration, takeover
 
 if TYPE_CHECKING:
     from lmcache.v1.platform.base.device_ops import DeviceOps
@@ -57,7 +59,8 @@ class RblnDeviceSpec(DeviceSpec):  # type: ignore[misc]  # LMCache ships no type
         bundled = takeover.taken_over()
         _say(
             "info",
-            f"lmcache-rbln {__version__} is LMCache's backend {self.backend_name!r}"
+            f"lmcache-rbln {__version__} is LMCache's backend {self.backend_name!r} "
+            f"({_stack()})"
             + (
                 f", instead of the bundled {bundled} (still there as "
                 f"{takeover.PIN_VARIABLE}={takeover.BUNDLED_NAME})"
@@ -98,6 +101,16 @@ class RblnDeviceSpec(DeviceSpec):  # type: ignore[misc]  # LMCache ships no type
         return False
 
 
+def _stack() -> str:
+    """What the backend is selected on: versions, and how many devices torch offers."""
+    parts = []
+    for name in ("lmcache", "torch", "torch-rbln"):
+        with contextlib.suppress(importlib_metadata.PackageNotFoundError):
+            parts.append(f"{name} {importlib_metadata.version(name)}")
+    count = npu.status().count
+    return ", ".join([*parts, f"{count} rbln device{'' if count == 1 else 's'}"])
+
+
 def _device_type_asked() -> str:
     return os.environ.get("DEVICE_TYPE", "").strip().lower()
 
@@ -105,3 +118,4 @@ def _device_type_asked() -> str:
 takeover.take_over()
 takeover.report_other_providers()
 blocks_first.install_when_needed()
+registration.install_when_needed()
