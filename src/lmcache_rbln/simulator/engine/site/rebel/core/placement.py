@@ -9,7 +9,6 @@ import torch
 from ..errors import not_modelled
 from .program_capture import Dim, InputSpec, PhysicalPlacement, ShardPlacement
 
-
 # Chiplets of a simulated NPU; each holds an even part of every allocation.
 _CHIPLETS = 4
 
