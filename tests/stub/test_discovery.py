@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from lmcache.v1.platform import current_device_spec as spec
 print("SPEC", f"{type(spec).__module__}.{type(spec).__qualname__}", lmcache.torch_device_type)
 """
 
+_hosts = itertools.count()
+
 #: Makes torch_rbln look as if it were not installed.
 NO_TORCH_RBLN = "import sys; sys.modules['torch_rbln'] = None\n"
 
@@ -27,7 +30,8 @@ def run(code: str, *, check: bool = True, **env: str) -> tuple[str, str]:
     """Run code in a fresh interpreter on the simulated NPU; returns the SPEC line and stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **env},
+        # A host of its own: the NPUs of this process's host may be open here.
+        env={**os.environ, "RBLN_SIM_HOST": f"discovery-{os.getpid()}-{next(_hosts)}", **env},
         capture_output=True,
         text=True,
         timeout=120,
