@@ -12,7 +12,13 @@ from lmcache.logging import init_logger
 from lmcache.v1.platform.base.device_spec import DeviceSpec
 
 from lmcache_rbln import __version__, npu
-from lmcache_rbln.lmcache_compat import blocks_first, registration, takeover
+from lmcache_rbln.lmcache_compat import (
+    blocks_first,
+    registration,
+    server_guard,
+    takeover,
+    worker_guard,
+)
 
 if TYPE_CHECKING:
     from lmcache.v1.platform.base.device_ops import DeviceOps
@@ -119,3 +125,5 @@ takeover.take_over()
 takeover.report_other_providers()
 blocks_first.install_when_needed()
 registration.install_when_needed()
+server_guard.install_when_needed()
+worker_guard.install_when_needed()
