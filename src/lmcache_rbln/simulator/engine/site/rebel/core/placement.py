@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the device holds a graph's inputs, as far as sizing the KV cache needs it."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from ..errors import not_modelled
@@ -13,21 +10,17 @@ from .program_capture import Dim, InputSpec, PhysicalPlacement, ShardPlacement
 _CHIPLETS = 4
 
 
-def input_specs(
-    graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
-) -> tuple[InputSpec, ...]:
+def input_specs(graph: torch.fx.GraphModule) -> tuple[InputSpec, ...]:
     """One spec for each tensor input. An input with a dynamic dimension, which is a layer's KV
     cache, also gets a placement: torch's own shape, cut into equal parts for the chiplets.
 
     Raises:
         NotImplementedError: for a dynamic input without a constant dimension to cut.
     """
-    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    return tuple(
-        _spec(name, value)
-        for name, value in zip(names, example_inputs, strict=True)
-        if isinstance(value, torch.Tensor)
-    )
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    # Dynamo's own record of an input; what the graph is called with has concrete shapes.
+    values = [(node.name, node.meta.get("example_value")) for node in inputs]
+    return tuple(_spec(name, value) for name, value in values if isinstance(value, torch.Tensor))
 
 
 def _spec(name: str, value: torch.Tensor) -> InputSpec:

@@ -138,7 +138,7 @@ def rbln_backend(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **k
             name=f"simulated/{next(_numbers)}",
             device=None,
             runtime=runtime,
-            input_specs=input_specs(graph, example_inputs),
+            input_specs=input_specs(graph),
         )
     )
     return _torch._dynamo.disable(runtime)
