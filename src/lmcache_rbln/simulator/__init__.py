@@ -21,6 +21,7 @@ from lmcache_rbln.simulator._library import (
     is_active,
     library_path,
     reset_counters,
+    set_delay,
     unique_host,
 )
 
@@ -36,5 +37,6 @@ __all__ = [
     "is_active",
     "library_path",
     "reset_counters",
+    "set_delay",
     "unique_host",
 ]

@@ -11,7 +11,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,25 +94,39 @@ def build() -> Path:
     Raises:
         SimulatorError: No compiler, no usable cache folder, or the compiler failed.
     """
-    command = [*compiler(), *FLAGS]
-    sources = sorted(SOURCES.glob("*.cpp"))
+    return compile_once(FLAGS, sorted(SOURCES.glob("*.cpp")), LIBRARY)
+
+
+def compile_once(flags: Sequence[str], sources: Sequence[Path], product: str) -> Path:
+    """Compiles ``sources`` into a file of the cache, unless it is there.
+
+    Args:
+        flags: For the compiler, before the sources.
+        sources: C++ files; the headers beside them count as sources too.
+        product: Name of the file to make.
+
+    Returns:
+        The file's absolute path, in a folder of its own: named after all that it depends on.
+
+    Raises:
+        SimulatorError: No compiler, no usable cache folder, or the compiler failed.
+    """
+    command = compiler()
     cache = cache_folder()
-    folder = cache / f"runtime-{_fingerprint(command, sources)}"
-    library = folder / LIBRARY
-    if library.exists():
-        return library
-    with _one_at_a_time(cache):
-        if not library.exists():
-            _compile(command, sources, folder)
-    return library
+    folder = cache / f"{Path(product).stem}-{_fingerprint(command, flags, sources)}"
+    if not (folder / product).exists():
+        with _one_at_a_time(cache):
+            if not (folder / product).exists():
+                _compile(command, [*flags, *map(str, sources)], folder, product)
+    return folder / product
 
 
-def _fingerprint(command: list[str], sources: list[Path]) -> str:
+def _fingerprint(command: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    version = _run([*command[: -len(FLAGS)], "--version"]).stdout
-    for part in (*command, version):
+    for part in (*command, _run([*command, "--version"]).stdout, *flags):
         digest.update(part.encode() + b"\0")
-    for source in [*sources, *sorted(SOURCES.glob("*.h"))]:
+    headers = {header for source in sources for header in source.parent.glob("*.h")}
+    for source in (*sources, *sorted(headers)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -125,22 +139,22 @@ def _one_at_a_time(cache: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], sources: list[Path], folder: Path) -> None:
-    # Renamed into place when complete: nobody ever sees half a library.
+def _compile(command: list[str], arguments: list[str], folder: Path, product: str) -> None:
+    # Renamed into place when complete: nobody ever sees half a file.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="building-") as work:
         fresh = Path(work) / "out"
         fresh.mkdir(mode=0o700)
-        result = _run([*command, *map(str, sources), "-o", str(fresh / LIBRARY)])
+        result = _run([*command, *arguments, "-o", str(fresh / product)])
         if result.returncode != 0:
             raise SimulatorError(
-                f"compiling the simulated NPU failed ({shlex.join(command[: -len(FLAGS)])}, exit "
-                f"code {result.returncode}):\n{result.stderr.strip()}"
+                f"compiling the simulated NPU failed ({shlex.join(command)}, exit code "
+                f"{result.returncode}):\n{result.stderr.strip()}"
             )
         try:
             fresh.rename(folder)
         except OSError:
-            # Another machine on a shared home may have been faster; its library is the same.
-            if not (folder / LIBRARY).exists():
+            # Another machine on a shared home may have been faster; its file is the same.
+            if not (folder / product).exists():
                 raise
 
 

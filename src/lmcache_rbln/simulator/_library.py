@@ -171,6 +171,21 @@ def clear_faults() -> None:
     _library().rbln_sim_clear_faults()
 
 
+def set_delay(us: float, seed: int = 0) -> None:
+    """Changes ``delay_us`` and ``seed`` in this process, from the next asynchronous copy on.
+
+    Args:
+        us: Asynchronous copies start up to this much late, microseconds; 0 = no delay.
+        seed: Gives the random times, together with a stream's number and a copy's place in it.
+
+    Raises:
+        SimulatorError: The simulated NPU is not in use in this process.
+        ValueError: A value is not valid.
+    """
+    _settings.variables({"delay_us": us, "seed": seed})
+    _library().rbln_sim_set_delay(ctypes.c_double(us), ctypes.c_uint64(seed))
+
+
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor on the same bytes as an ``rbln`` tensor: only a simulation can have that.
 

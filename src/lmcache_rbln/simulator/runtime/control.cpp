@@ -133,6 +133,8 @@ void rbln_sim_clear_faults() {
   rbln_sim::host().revive();
 }
 
+void rbln_sim_set_delay(double us, uint64_t seed) { rbln_sim::set_delay(us, seed); }
+
 // What is wrong with the settings the library was loaded with; length 0 when nothing is.
 int rbln_sim_settings_error(char* out, uint64_t size) {
   return rbln_sim::put(rbln_sim::settings().error, out, size);

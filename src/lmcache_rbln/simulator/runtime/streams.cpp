@@ -40,10 +40,19 @@ uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
+struct Delay {
+  std::atomic<double> us{settings().delay_us};
+  std::atomic<uint64_t> seed{settings().seed};
+};
+
+Delay& delay() {
+  static Delay* d = new Delay;
+  return *d;
+}
+
 uint64_t delay_ns(uint64_t handle, uint64_t position) {
-  const Settings& s = settings();
-  const uint64_t drawn = mix(mix(mix(s.seed) ^ handle) ^ position);
-  return static_cast<uint64_t>(s.delay_us * 1e3 * (static_cast<double>(drawn >> 11) * 0x1p-53));
+  const uint64_t drawn = mix(mix(mix(delay().seed) ^ handle) ^ position);
+  return static_cast<uint64_t>(delay().us * 1e3 * (static_cast<double>(drawn >> 11) * 0x1p-53));
 }
 
 Stream& default_stream(uint32_t device) {
@@ -91,7 +100,7 @@ void Stream::run() {
     const uint64_t position = completed_.load(std::memory_order_relaxed) + 1;
     lock.unlock();
     uint64_t ready = std::max(item.submitted_ns, clock);
-    if (item.delayed && settings().delay_us > 0) {
+    if (item.delayed && delay().us > 0) {
       ready += delay_ns(handle_, position);
       if (now_ns() < ready) sleep_until(ready);
     }
@@ -190,6 +199,11 @@ bool find_event(uint64_t event, Mark& mark) {
   if (found == r.events.end()) return false;
   mark = found->second;
   return true;
+}
+
+void set_delay(double us, uint64_t seed) {
+  delay().seed = seed;
+  delay().us = us;
 }
 
 void renew_streams() {
