@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from lmcache_rbln import __version__
+from lmcache_rbln import __version__, simulator
 from lmcache_rbln.cli._known_kv import Geometry
 from lmcache_rbln.cli._worker_process import WorkerFailed, WorkerProcess
 from lmcache_rbln.lmcache_compat.server_process import (
@@ -49,6 +51,10 @@ _POOL_GB = 0.5
 _SIMULATED_NPUS = 2
 #: What one layout consists of, for the progress bar.
 _STEPS = ("write", "store", "look up", "retrieve", "compare")
+
+
+class DemoFailed(RuntimeError):
+    """The demo could not prove what it is there for; the text says why."""
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Devices:
         return self.environments[0] == self.environments[1]
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``lmcache-rbln``."""
     parser = subparsers.add_parser(
         "demo",
@@ -118,26 +124,28 @@ def run(args: argparse.Namespace) -> int:
         0 if every byte of every layout was as it must be, else 1.
     """
     console = Console()
+    if args.json and not args.json.parent.is_dir():
+        console.print(f"--json: there is no folder {args.json.parent}", markup=False)
+        return 2
     results: list[LayoutResult] = []
-    about: dict[str, str] = {"lmcache-rbln": __version__, "python": platform.python_version()}
-    failure = ""
-    device = ""
+    about = {"lmcache-rbln": __version__, "python": platform.python_version()}
+    failure = device = ""
     try:
         with terminate_as_exit():
             devices = find_devices()
             device = devices.name
-            console.print(f"Device: [bold]{devices.name}[/]{devices.why and f' ({devices.why})'}")
-            for result in _layouts(devices, console, about):
-                results.append(result)
-    except (ServerFailed, WorkerFailed, RuntimeError) as error:
+            console.print(f"Device: [bold]{device}[/]")
+            console.print(Text(devices.why, style="dim"))
+            results.extend(_layouts(devices, console, about))
+    except (DemoFailed, ServerFailed, WorkerFailed, simulator.SimulatorError) as error:
         failure = str(error)
     except KeyboardInterrupt:
         console.print("interrupted; the server and the workers were stopped")
-        return 130
+        return 128 + signal.SIGINT
     exact = len(results) == len(_GEOMETRIES) and not failure and not any(r.error for r in results)
     _show(console, results, device, about)
     if failure:
-        console.print(failure, markup=False, highlight=False)
+        console.print(Text(failure))
     console.print(
         f"[bold green]Every byte is exact.[/] Device: {device}."
         if exact
@@ -159,20 +167,18 @@ def find_devices() -> Devices:
     """Real NPUs if there are any, else simulated ones.
 
     Raises:
-        RuntimeError: there is no NPU and the simulated one cannot be built.
+        SimulatorError: there is no NPU and the simulated one cannot be built.
     """
-    from lmcache_rbln import simulator
-
     base = dict(os.environ)
     seen = _ask_for_npu(base)
-    if seen["available"] and not seen["simulated"]:
-        return Devices("NPU", "", _worker_environments(base, int(seen["count"])), base)
-    if seen["simulated"]:
-        why = "this command runs under `lmcache-rbln simulate`"
-    else:
-        why = str(seen["reason"])
-    base = simulator.environment(npus=_SIMULATED_NPUS)
-    return Devices("simulated NPU", why, _worker_environments(base, _SIMULATED_NPUS), base)
+    if seen["available"]:
+        name, why = "NPU", ""
+        if seen["simulated"]:
+            name, why = "simulated NPU", "the one that this command was started with"
+        return Devices(name, why, _worker_environments(base, int(seen["count"])), base)
+    base = simulator.environment(npus=_SIMULATED_NPUS, host=simulator.unique_host())
+    environments = _worker_environments(base, _SIMULATED_NPUS)
+    return Devices("simulated NPU", str(seen["reason"]), environments, base)
 
 
 def _ask_for_npu(environment: dict[str, str]) -> dict[str, Any]:
@@ -241,9 +247,9 @@ def _layouts(devices: Devices, console: Console, about: dict[str, str]) -> Itera
             )
         )
         step("starting workers")
-        about.update(storing.finish("prepare"))
+        about.update(_prepared(storing))
         if retrieving is not None:
-            retrieving.finish("prepare")
+            _prepared(retrieving)
         step("")
         try:
             rounds = [_Round(name, number) for number, name in enumerate(_GEOMETRIES)]
@@ -256,7 +262,7 @@ def _layouts(devices: Devices, console: Console, about: dict[str, str]) -> Itera
                 one.store(storing, server.url, step)
             storing.stop()
             retrieving = stack.enter_context(_worker("retrieving worker", devices.environments[1]))
-            retrieving.finish("prepare")
+            _prepared(retrieving)
             for one in rounds:
                 yield one.retrieve(retrieving, server.url, step)
         except WorkerFailed as error:
@@ -267,6 +273,23 @@ def _worker(name: str, environment: dict[str, str]) -> WorkerProcess:
     worker = WorkerProcess(name, environment=environment)
     worker.begin("prepare")
     return worker
+
+
+def _prepared(worker: WorkerProcess) -> dict[str, str]:
+    """Wait for a worker to be loaded; gives the versions of what it runs on.
+
+    Raises:
+        DemoFailed: LMCache chose another backend in it.
+    """
+    loaded: dict[str, str] = worker.finish("prepare")
+    backend = loaded.pop("backend")
+    if not backend.startswith("lmcache_rbln."):
+        raise DemoFailed(
+            f"LMCache chose the backend {backend} instead of lmcache-rbln; unset "
+            "LMCACHE_DEVICE_BACKEND and DEVICE_TYPE, and see the worker's output:\n"
+            f"{worker.log_tail()}"
+        )
+    return loaded
 
 
 class _Round:
@@ -340,11 +363,16 @@ class _Round:
 def _show(
     console: Console, results: list[LayoutResult], device: str, about: dict[str, str]
 ) -> None:
+    if not results:
+        return
     versions = ", ".join(f"{name} {version}" for name, version in about.items())
-    table = Table(title=f"{device}: stored by one process, retrieved by another", caption=versions)
+    table = Table(
+        title=f"{device}: stored by one process, retrieved by another",
+        caption=f"One cold transfer each. {versions}",
+    )
     for column in ("layout", "MiB", "store GB/s", "retrieve GB/s", "transport", "verdict"):
-        numbers = column not in ("layout", "transport", "verdict")
-        table.add_column(column, justify="right" if numbers else "left")
+        words = column in ("layout", "transport", "verdict")
+        table.add_column(column, justify="left" if words else "right")
     for result in results:
         table.add_row(
             result.layout,
@@ -352,6 +380,6 @@ def _show(
             f"{result.store_gbps:.2f}",
             f"{result.retrieve_gbps:.2f}",
             result.transport,
-            f"[green]{result.verdict}[/]" if not result.error else f"[red]{result.verdict}[/]",
+            Text(result.verdict, style="red" if result.error else "green"),
         )
     console.print(table)

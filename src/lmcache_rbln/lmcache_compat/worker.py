@@ -90,10 +90,9 @@ class _Lmcache054:
     """
 
     def __init__(self, url: str) -> None:
-        import zmq
         from lmcache.v1.multiprocess.mq import MessageQueueClient
 
-        self._zmq = zmq.Context()
+        self._zmq = _zmq_context()
         self.client = MessageQueueClient(url, self._zmq)
 
     def request(self, name: str, *payload: Any) -> Any:
@@ -155,8 +154,7 @@ class _Lmcache054:
 
     def close(self) -> None:
         self.client.close()
-        # Nothing is waited for: a message that a dead server never took must not hold the exit.
-        self._zmq.destroy(linger=0)
+        self._zmq.term()
 
 
 class _Lmcache055(_Lmcache054):
@@ -167,10 +165,9 @@ class _Lmcache055(_Lmcache054):
     """
 
     def __init__(self, url: str) -> None:
-        import zmq
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-        self._zmq = zmq.Context()
+        self._zmq = _zmq_context()
         self.client = RequestClientFactory.create(url, context=self._zmq)
 
     def request(self, name: str, *payload: Any) -> Any:
@@ -231,6 +228,16 @@ class _Lmcache056(_Lmcache055):
 
     def unregister(self, context: Any, instance_id: int) -> Any:
         return context.unregister()
+
+
+def _zmq_context() -> Any:
+    import zmq
+
+    context = zmq.Context()
+    # For the sockets that LMCache's clients make in it (all versions), which close without saying
+    # how long to wait: a message that a dead server never took would hold the exit for good.
+    context.linger = 0
+    return context
 
 
 def _create_transfer_context() -> Any:

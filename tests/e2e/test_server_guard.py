@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No chunk that was never written is served, by a real server, whatever became of its writer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import pytest
+
+from lmcache_rbln import simulator
+from lmcache_rbln.cli._worker_process import WorkerProcess
+from lmcache_rbln.lmcache_compat import worker_guard
+from lmcache_rbln.lmcache_compat.guard_protocol import server_is_guarded
+from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
+from tests.faults.rig import CHUNK, PER_CHUNK, Peer, l1, small, token_ids
+
+CHUNKS = 3
+BLOCKS = list(range(CHUNKS * PER_CHUNK))
+INTO = list(range(23, 23 - len(BLOCKS), -1))
+
+#: Seconds: the least that LMCache takes for reaping, and a write lock that a test can outlast.
+REAP, WRITE_LOCK = 30, 6
+
+
+def start(*arguments: str, guarded: bool = True, pool_gb: float = 0.05) -> LMCacheServer:
+    environment = {**os.environ, "LMCACHE_RBLN_GUARD": "1" if guarded else "0"}
+    return LMCacheServer(
+        chunk_size=CHUNK,
+        pool_gb=pool_gb,
+        arguments=["--max-workers", "2", *arguments],
+        environment=environment,
+    ).start()
+
+
+class Killed:
+    """A worker process that SIGKILL ended in the middle of a store."""
+
+    def __init__(self, server: LMCacheServer) -> None:
+        environment = simulator.environment(
+            faults="v2h@1=hang=600", host=simulator.unique_host("killed")
+        )
+        with WorkerProcess("killed", environment=environment) as process:
+            process.call("connect", url=server.url, model_name="killed")
+            process.call("register", geometry=asdict(small("kv_first")))
+            before = l1(server).write_locked
+            process.begin(
+                "store", token_ids=token_ids(9, CHUNKS), block_ids=BLOCKS, request_id="never"
+            )
+            deadline = time.monotonic() + 30
+            while l1(server).write_locked == before:
+                assert time.monotonic() < deadline, "the store never began"
+                time.sleep(0.1)
+            process.kill()
+        self.at = time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[LMCacheServer]:
+    server = start(
+        *("--worker-reap-timeout-seconds", str(REAP)),
+        *("--worker-registration-grace-seconds", str(REAP)),
+        *("--l1-write-ttl-seconds", str(WRITE_LOCK)),
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def killed(guarded: LMCacheServer) -> Killed:
+    return Killed(guarded)
+
+
+@pytest.fixture(params=["sync", "async"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest, guarded: LMCacheServer) -> Iterator[Callable[..., Peer]]:
+    """Workers of one model, closed at the end; by default on the guarded server."""
+    opened: list[Peer] = []
+
+    def join(server: LMCacheServer = guarded, **options: object) -> Peer:
+        opened.append(Peer(server, request.node.name, small("kv_first"), **options))
+        return opened[-1]
+
+    yield join
+    simulator.clear_faults()
+    for one in opened:
+        one.close()
+
+
+def fail_a_store(writer: Peer, content: int = 1) -> None:
+    writer.write(content, BLOCKS)
+    simulator.inject("any@1=lost")
+    assert writer.store(content, BLOCKS, chunks=CHUNKS) is False
+    simulator.clear_faults()
+
+
+def expect_exact(reader: Peer, content: int = 1) -> None:
+    reader.write(0, [])
+    assert reader.retrieve(content, INTO, chunks=CHUNKS) is True
+    assert reader.difference(content, INTO) == ""
+
+
+def test_the_server_says_that_it_is_guarded(killed, guarded):
+    assert server_is_guarded(guarded.http_port)
+
+
+def test_a_failed_gather_gives_its_reservation_up_at_once(guarded, peer, mode):
+    writer, reader = peer(mode=mode), peer(mode=mode)
+    before = l1(guarded)
+    fail_a_store(writer)
+    assert l1(guarded) == before
+    assert reader.hits(1, CHUNKS) == 0
+    writer.close()
+    assert reader.hits(1, CHUNKS) == 0, "the server published what was never written"
+
+
+def test_a_retry_stores(peer, mode):
+    writer, reader = peer(mode=mode), peer()
+    fail_a_store(writer)
+    assert writer.store(1, BLOCKS, chunks=CHUNKS) is True
+    expect_exact(reader)
+
+
+def test_another_worker_may_store_after_a_failure(peer):
+    writer, reader = peer(), peer()
+    fail_a_store(writer)
+    reader.write(1, BLOCKS)
+    assert reader.store(1, BLOCKS, chunks=CHUNKS) is True
+    writer.close()
+    expect_exact(reader)
+
+
+def prepare(writer: Peer, content: int = 1) -> None:
+    """Reserve, as a store does, and go no further."""
+    client = writer.client
+    key = client._key(token_ids(content, CHUNKS), 0, CHUNKS * CHUNK, "prepared", worker_id=0)
+    context = client.transfer_context.engine_driven_context
+    assert len(context.prepare_store(key, client.instance_id)[1]) == CHUNKS
+    # As if the thread had gone away: the worker's guard must not see the end of it.
+    worker_guard._open.store = None
+
+
+def test_what_a_worker_left_reserved_is_discarded_when_it_unregisters(guarded, peer):
+    writer, reader = peer(), peer()
+    before = l1(guarded)
+    prepare(writer)
+    assert l1(guarded).write_locked == before.write_locked + CHUNKS
+    writer.close()
+    assert l1(guarded) == before
+    assert reader.hits(1, CHUNKS) == 0
+    reader.write(1, BLOCKS)
+    assert reader.store(1, BLOCKS, chunks=CHUNKS) is True
+    expect_exact(reader)
+
+
+def test_other_workers_writes_are_left_alone(guarded, peer):
+    leaving, writer = peer(), peer()
+    prepare(leaving, content=1)
+    writer.write(2, BLOCKS)
+    simulator.inject("v2h@1=hang=1.5")
+    pending = writer.client.submit_store(token_ids(2, CHUNKS), BLOCKS, request_id="slow")
+    leaving.close()
+    assert pending.result() is True
+    expect_exact(writer, content=2)
+
+
+def test_a_store_that_outlasts_its_write_lock_fails_and_is_not_served(peer, mode):
+    writer, reader = peer(mode=mode), peer()
+    writer.write(1, BLOCKS)
+    simulator.inject(f"v2h@1=hang={WRITE_LOCK + 1}")
+    assert writer.store(1, BLOCKS, chunks=CHUNKS) is False
+    assert reader.hits(1, CHUNKS) == 0
+    assert writer.store(1, BLOCKS, chunks=CHUNKS) is True
+    expect_exact(reader)
+
+
+def test_a_write_lock_that_ran_out_publishes_nothing(peer):
+    writer, reader = peer(), peer()
+    prepare(writer)
+    time.sleep(WRITE_LOCK + 1)
+    assert reader.hits(1, CHUNKS) == 0
+    assert writer.store(1, BLOCKS, chunks=CHUNKS) is True
+
+
+def test_a_store_cannot_end_another_of_the_same_range(guarded, peer):
+    from lmcache_rbln.lmcache_compat import guard_protocol
+
+    writer, reader = peer(), peer()
+    client = writer.client
+    prepare(writer)
+    key = client._key(token_ids(1, CHUNKS), 0, CHUNKS * CHUNK, "late", worker_id=0)
+    stale = worker_guard._Store(
+        client.transfer_context.engine_driven_context, key, client.instance_id
+    )
+    stale.reservation = guard_protocol.new_reservation()
+    for ending in (guard_protocol.WRITTEN, guard_protocol.GIVE_UP):
+        assert worker_guard._end(stale, ending, 10) is False
+    assert reader.hits(1, CHUNKS) == 0
+    assert l1(guarded).write_locked >= CHUNKS
+
+
+def test_200_failures_on_a_pool_of_256_chunks():
+    server = start(pool_gb=256 * 12288 / 2**30)
+    try:
+        with Peer(server, "many", small("kv_first")) as writer:
+            writer.write(1, BLOCKS)
+            for content in range(1, 201):
+                simulator.inject("any@1=lost")
+                assert writer.store(content, BLOCKS, chunks=CHUNKS) is False
+                simulator.clear_faults()
+            assert l1(server).objects == 0
+            assert l1(server).used == 0
+            for content in range(1, 51):
+                assert writer.hits(content, CHUNKS) == 0
+                writer.write(content, BLOCKS)
+                assert writer.store(content, BLOCKS, chunks=CHUNKS) is True
+            for content in range(1, 51):
+                expect_exact(writer, content)
+    finally:
+        simulator.clear_faults()
+        server.stop()
+
+
+def test_a_server_without_the_guard(peer, caplog, monkeypatch):
+    """What the guard is for: if this fails because nothing is served, it has become obsolete."""
+    monkeypatch.setattr(worker_guard, "_warned", False)
+    logger = logging.getLogger("lmcache_rbln.worker_guard")
+    logger.addHandler(caplog.handler)
+    server = start(guarded=False)
+    try:
+        assert not server_is_guarded(server.http_port)
+        writer, reader = peer(server), peer(server)
+        for content in (1, 2):
+            fail_a_store(writer, content)
+        warnings = [one for one in caplog.records if "not guarded" in one.getMessage()]
+        assert len(warnings) == 1
+        # The chunks stay reserved: a store that has them in its range was not a success.
+        assert writer.store(1, BLOCKS, chunks=CHUNKS) is False
+        assert writer.store(1, [*BLOCKS, *INTO[:PER_CHUNK]], chunks=CHUNKS + 1) is False
+        assert writer.store(1, BLOCKS[:PER_CHUNK], chunks=CHUNKS + 1, start=CHUNKS) is True
+        writer.close()
+        assert reader.hits(2, CHUNKS) == CHUNKS, "LMCache publishes no unfinished writes any more"
+        assert reader.retrieve(2, INTO, chunks=CHUNKS) is True
+        assert reader.difference(2, INTO) != ""
+        reader.close()
+    finally:
+        logger.removeHandler(caplog.handler)
+        server.stop()
+
+
+def test_a_killed_worker_leaves_nothing(guarded, peer, killed):
+    with Peer(guarded, "killed", small("kv_first")) as reader:
+        assert reader.hits(9, CHUNKS) == 0
+        # Reaped between one and one and a quarter time-outs after its last sign of life.
+        time.sleep(max(0.0, killed.at + 1.25 * REAP + 2 - time.monotonic()))
+        assert "Reaped non-GPU instance" in guarded.log_tail(10_000)
+        assert reader.hits(9, CHUNKS) == 0
+        assert l1(guarded).write_locked == 0
+        reader.write(9, BLOCKS)
+        assert reader.store(9, BLOCKS, chunks=CHUNKS) is True
+        expect_exact(reader, 9)
