@@ -19,6 +19,7 @@ from lmcache_rbln.cli._worker_process import WorkerProcess
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 from tests.e2e.e2e_workers import CHUNK, TRANSPORTS, Worker
 
+
 @pytest.fixture(scope="session")
 def environments() -> tuple[dict[str, str], dict[str, str]]:
     """Environments of two worker processes, each with a simulated NPU of its own."""

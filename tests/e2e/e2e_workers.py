@@ -13,7 +13,9 @@ CHUNK = 64
 TRANSPORTS = ("shared memory", "pickle")
 
 
-def small(layout: str, *, block_size: int = 16, dtype: str = "bfloat16", blocks: int = 24) -> Geometry:
+def small(
+    layout: str, *, block_size: int = 16, dtype: str = "bfloat16", blocks: int = 24
+) -> Geometry:
     """A small cache: enough blocks for several chunks twice over."""
     heads = 1 if layout == "mla" else 2
     return Geometry(layout, 3, blocks, heads, block_size, 24 if layout == "mla" else 8, dtype)

@@ -28,8 +28,7 @@ def quick(monkeypatch, environments) -> None:
     devices = demo.Devices("simulated NPU", "a test", demo._worker_environments(base, 2), base)
     monkeypatch.setattr(demo, "find_devices", lambda: devices)
     small = {
-        name: dataclasses.replace(geometry, layers=2)
-        for name, geometry in demo._GEOMETRIES.items()
+        name: dataclasses.replace(geometry, layers=2) for name, geometry in demo._GEOMETRIES.items()
     }
     monkeypatch.setattr(demo, "_GEOMETRIES", small)
     monkeypatch.setattr(demo, "_POOL_GB", 0.2)
