@@ -82,21 +82,22 @@ def known_bytes(
         Bytes of shape ``[planes, tokens, heads, row_nbytes]``.
     """
     words = -(-row_nbytes // 8)
-    with np.errstate(over="ignore"):
-        counter = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(layer)
-        for size_of_axis in (
-            np.arange(planes, dtype=np.uint64).reshape(-1, 1, 1, 1),
-            np.asarray(tokens, dtype=np.uint64).reshape(1, -1, 1, 1),
-            np.arange(heads, dtype=np.uint64).reshape(1, 1, -1, 1),
-            np.arange(words, dtype=np.uint64).reshape(1, 1, 1, -1),
-        ):
-            # A bijective mix of each coordinate in turn (the finalizer of splitmix64), so that no
-            # two coordinates share their content and neighbours have nothing in common.
-            counter = counter * np.uint64(0xD1342543DE82EF95) + size_of_axis
-            counter = (counter ^ (counter >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            counter = (counter ^ (counter >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            counter = counter ^ (counter >> np.uint64(31))
-    full: Bytes = np.ascontiguousarray(counter).view(np.uint8)
+    state: npt.NDArray[np.uint64] = np.full((1, 1, 1, 1), seed, dtype=np.uint64)
+    coordinates = (
+        np.full((1, 1, 1, 1), layer, dtype=np.uint64),
+        np.arange(planes, dtype=np.uint64).reshape(-1, 1, 1, 1),
+        np.asarray(tokens, dtype=np.uint64).reshape(1, -1, 1, 1),
+        np.arange(heads, dtype=np.uint64).reshape(1, 1, -1, 1),
+        np.arange(words, dtype=np.uint64).reshape(1, 1, 1, -1),
+    )
+    # Coordinates are mixed in one after the other with the finalizer of splitmix64, a bijection,
+    # so that neighbours have nothing in common. Arithmetic is modulo 2**64.
+    for coordinate in coordinates:
+        state = state * np.uint64(0xD1342543DE82EF95) + coordinate
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    full: Bytes = np.ascontiguousarray(state).view(np.uint8)
     return full[..., :row_nbytes]
 
 

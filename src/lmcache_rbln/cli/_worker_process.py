@@ -18,7 +18,7 @@ from typing import IO, Any
 __all__ = ["WorkerFailed", "WorkerProcess"]
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(RuntimeError):  # noqa: N818
     """A command raised in the worker, or the worker died; the message ends with its last lines."""
 
 
@@ -35,7 +35,10 @@ class WorkerProcess:
     def __init__(self, name: str, *, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._buffer = b""
-        self._log: IO[bytes] = tempfile.TemporaryFile(prefix="lmcache-rbln-worker-")
+        # Closed by stop(); it has no name, so it goes with the process in any case.
+        self._log: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115
+            prefix="lmcache-rbln-worker-"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lmcache_rbln.cli._worker_main"],
             stdin=subprocess.PIPE,

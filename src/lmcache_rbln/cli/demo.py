@@ -53,7 +53,7 @@ _SIMULATED_NPUS = 2
 _STEPS = ("write", "store", "look up", "retrieve", "compare")
 
 
-class DemoFailed(RuntimeError):
+class DemoFailed(RuntimeError):  # noqa: N818
     """The demo could not prove what it is there for; the text says why."""
 
 
@@ -201,9 +201,7 @@ def _ask_for_npu(environment: dict[str, str]) -> dict[str, Any]:
     return seen
 
 
-def _worker_environments(
-    base: dict[str, str], count: int
-) -> tuple[dict[str, str], dict[str, str]]:
+def _worker_environments(base: dict[str, str], count: int) -> tuple[dict[str, str], dict[str, str]]:
     """An NPU for each of two workers, or the same for both where there is only one."""
     joined = "RBLN_NPUS_PER_DEVICE" in base or "RBLN_DEVICE_MAP" in base
     if count < 2 or joined:
@@ -355,9 +353,7 @@ class _Round:
         self._error = self._error or worker.call(
             "difference", seed=self._seed, placed=self._placed(self._into)
         )
-        return LayoutResult(
-            self.name, self._mib, self._store_gbps, gbps, transport, self._error
-        )
+        return LayoutResult(self.name, self._mib, self._store_gbps, gbps, transport, self._error)
 
 
 def _show(

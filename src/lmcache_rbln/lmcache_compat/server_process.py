@@ -35,7 +35,7 @@ _SHM_PREFIX = "lmcache_l1_pool_"
 _PORT_ATTEMPTS = 3
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(RuntimeError):  # noqa: N818
     """The server did not start, or ended by itself. The message ends with its last log lines."""
 
 
@@ -206,8 +206,7 @@ class LMCacheServer:
         }
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_rbln.lmcache_compat.server_launcher"]
-                + self._command_line(),
+                self._command_line(),
                 # Held open by this process: its end is the launcher's sign to stop.
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -218,16 +217,19 @@ class LMCacheServer:
             )
 
     def _command_line(self) -> list[str]:
-        command = ["--host", "127.0.0.1", "--port", str(self._port)]
-        command += ["--http-host", "127.0.0.1", "--http-port", str(self._http_port)]
-        command += ["--chunk-size", str(self.chunk_size)]
-        command += ["--l1-size-gb", str(self.pool_gb), "--eviction-policy", "LRU"]
-        # RBLN memory has no handle that the server could open: workers move the bytes.
-        command += ["--supported-transfer-mode", "engine_driven"]
-        # A pool that grows lazily is not shared; the server would fall back to pickle.
-        command += ["--no-l1-use-lazy"]
-        command += ["--shm-name", self._shm_name if self.shared_memory else ""]
-        return command + list(self._arguments)
+        return [
+            *(sys.executable, "-m", "lmcache_rbln.lmcache_compat.server_launcher"),
+            *("--host", "127.0.0.1", "--port", str(self._port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
+            *("--chunk-size", str(self.chunk_size)),
+            *("--l1-size-gb", str(self.pool_gb), "--eviction-policy", "LRU"),
+            # RBLN memory has no handle that the server could open: workers move the bytes.
+            *("--supported-transfer-mode", "engine_driven"),
+            # A pool that grows lazily is not shared; the server would fall back to pickle.
+            "--no-l1-use-lazy",
+            *("--shm-name", self._shm_name if self.shared_memory else ""),
+            *self._arguments,
+        ]
 
     def _wait_until_healthy(self, deadline: float) -> None:
         assert self._process is not None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingStore", "ServerUnreachable", "StoreMode", "Transport", "WorkerClient"]
 
 
-class ServerUnreachable(ConnectionError):
+class ServerUnreachable(ConnectionError):  # noqa: N818
     """The LMCache server did not answer within the client's time-out."""
 
 
