@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import simulated_compiler  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+
+from tests.engine import simulated_compiler  # noqa: E402
 
 attention = simulated_compiler.load("ops.attention")
 paged = simulated_compiler.load("ops.paged")

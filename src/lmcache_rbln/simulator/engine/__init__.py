@@ -13,6 +13,7 @@ from pathlib import Path
 __all__ = ["RealCompilerInstalledError", "environment", "site_directory"]
 
 _PACKAGE = "rebel"
+_FALLBACK = "TORCH_RBLN_DISABLE_FALLBACK"
 
 
 class RealCompilerInstalledError(RuntimeError):
@@ -49,7 +50,11 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         )
     inherited = base.get("PYTHONPATH")
     paths = [site, *(p for p in (inherited or "").split(os.pathsep) if p and p != site)]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    if _FALLBACK not in base:
+        # What has no model must be seen; torch-rbln would run it on the CPU as if it were compiled.
+        variables[_FALLBACK] = "compile_error"
+    return variables
 
 
 def _inside(path: str, directory: str) -> bool:
