@@ -17,18 +17,16 @@ Changes nothing for workers that move KV in another way.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from types import ModuleType
 from typing import Any
 
 import wrapt
-from lmcache.logging import init_logger
 
 from lmcache_rbln import __version__
 from lmcache_rbln.lmcache_compat import guard_protocol
-
-logger = init_logger("lmcache_rbln.server_guard")
 
 _TRANSFER_MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
 _L1_MODULE = "lmcache.v1.distributed.l1_manager"
@@ -45,7 +43,15 @@ _RELIED_ON_STRATEGY = {
 }
 
 
-class _Changed(Exception):
+@functools.cache
+def _logger() -> Any:
+    # Not at import: LMCache, if it starts only then, would find this module half initialised.
+    from lmcache.logging import init_logger
+
+    return init_logger("lmcache_rbln.server_guard")
+
+
+class _ChangedError(Exception):
     """LMCache is not what the guard was written for."""
 
 
@@ -91,9 +97,9 @@ def _install(module: ModuleType) -> None:
             _require(L1Manager, "delete", set())
             _require(L1Manager, "get_object_state", set())
             if not _locks_installed:
-                raise _Changed("the write lock of L1Manager")
-    except (_Changed, AttributeError, TypeError, ValueError) as exc:
-        logger.warning(
+                raise _ChangedError("the write lock of L1Manager")
+    except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
+        _logger().warning(
             "lmcache-rbln cannot guard this LMCache server (what it relies on has changed: %s): "
             "when a worker's store fails or the worker dies, chunks that were never written may be "
             "served as zeros. This release of LMCache is not supported.",
@@ -102,13 +108,13 @@ def _install(module: ModuleType) -> None:
         return
     _guard_strategy(strategy)
     _guard_module(module.EngineDrivenTransferModule)
-    logger.info("lmcache-rbln %s guards this server against unfinished writes", __version__)
+    _logger().info("lmcache-rbln %s guards this server against unfinished writes", __version__)
 
 
 def _require(owner: Any, method: str, parameters: set[str]) -> None:
     found = set(inspect.signature(getattr(owner, method)).parameters)
     if not parameters <= found:
-        raise _Changed(f"{owner.__name__}.{method}({', '.join(sorted(found))})")
+        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(sorted(found))})")
 
 
 def _discards_in_one_step(l1_manager: Any) -> bool:
@@ -189,7 +195,7 @@ def _guard_module(module: Any) -> None:
         for pending in unfinished:
             _discard(self._ctx.storage_manager, pending)
         if unfinished:
-            logger.warning(
+            _logger().warning(
                 "Worker instance %d left with %d chunks reserved that it never finished: discarded",
                 instance_id,
                 sum(map(len, unfinished)),
@@ -252,13 +258,21 @@ def _install_locks(module: ModuleType) -> None:
     if _discards_in_one_step(module.L1Manager):
         return
     try:
-        original = module.TTLLock
-        state = module.L1ObjectState
+        lock, state = module.TTLLock, module.L1ObjectState
         readable = state.available_for_read
     except AttributeError as exc:
-        logger.debug("the write lock of L1Manager has changed: %s", exc)
+        _logger().debug("the write lock of L1Manager has changed: %s", exc)
         return  # _install, which finds the locks missing, says so.
 
+    def available_for_read(self: Any) -> bool:
+        return bool(readable(self)) and self.write_lock.released
+
+    vars(module)["TTLLock"] = _remembering(lock)
+    state.available_for_read = available_for_read
+    _locks_installed = True
+
+
+def _remembering(original: Any) -> Any:
     class Lock(original):  # type: ignore[misc]
         """LMCache's lock, which knows whether it was last released or merely ran out."""
 
@@ -274,9 +288,4 @@ def _install_locks(module: ModuleType) -> None:
             super().unlock()
             self.released = True
 
-    def available_for_read(self: Any) -> bool:
-        return bool(readable(self)) and self.write_lock.released
-
-    module.TTLLock = Lock
-    state.available_for_read = available_for_read
-    _locks_installed = True
+    return Lock

@@ -19,6 +19,7 @@ Obsolete: once LMCache's contexts release in a ``finally`` and its protocol can 
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import os
 import threading
@@ -27,11 +28,8 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from lmcache.logging import init_logger
 
 from lmcache_rbln.lmcache_compat import guard_protocol
-
-logger = init_logger("lmcache_rbln.worker_guard")
 
 _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
 
@@ -40,7 +38,15 @@ _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
 _GIVE_UP_TIMEOUT = 5.0
 
 
-class _Changed(Exception):
+@functools.cache
+def _logger() -> Any:
+    # Not at import: LMCache, if it starts only then, would find this module half initialised.
+    from lmcache.logging import init_logger
+
+    return init_logger("lmcache_rbln.worker_guard")
+
+
+class _ChangedError(Exception):
     """LMCache is not what the guard was written for."""
 
 
@@ -60,8 +66,8 @@ def _checked(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
     def run(module: ModuleType) -> None:
         try:
             install(module)
-        except (_Changed, AttributeError, TypeError, ValueError) as exc:
-            logger.warning(
+        except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
+            _logger().warning(
                 "lmcache-rbln cannot guard LMCache's transfers (%s has changed: %s): a failed "
                 "store or retrieve may leave chunks and locks behind on the server. This release "
                 "of LMCache is not supported.",
@@ -76,7 +82,7 @@ def _require(owner: Any, method: str, *parameters: str) -> Any:
     function = getattr(owner, method)
     found = inspect.signature(function).parameters
     if not set(parameters) <= set(found):
-        raise _Changed(f"{owner.__name__}.{method}({', '.join(found)})")
+        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(found)})")
     return function
 
 
@@ -114,7 +120,7 @@ def _warn_of_unguarded_server() -> None:
     global _warned
     if not _warned:
         _warned = True
-        logger.warning(
+        _logger().warning(
             "The LMCache server is not guarded against unfinished writes: when a store fails or a "
             "worker dies, it may serve chunks that were never written, as zeros. Install "
             "lmcache-rbln beside the server too."
@@ -194,7 +200,7 @@ def give_up_store() -> None:
         try:
             _end(store, guard_protocol.GIVE_UP, min(_GIVE_UP_TIMEOUT, store.context.mq_timeout))
         except Exception:
-            logger.warning(
+            _logger().warning(
                 "A failed store could not be given up: its chunks stay reserved on the server "
                 "until this worker unregisters",
                 exc_info=True,
@@ -211,7 +217,7 @@ def release_retrieve() -> None:
         try:
             context.commit_retrieve(key, instance_id)
         except Exception:
-            logger.warning(
+            _logger().warning(
                 "The read locks of a failed retrieve could not be released: its chunks stay "
                 "locked until the server lets the locks expire",
                 exc_info=True,
@@ -297,7 +303,7 @@ class _SlotMemory:
             raise RuntimeError("the server's shared memory is closed in this worker")
         there = os.fstat(self.segment._fd).st_size
         for offset, length in slots:
-            if not (0 <= offset and 0 <= length and offset + length <= self._size):
+            if min(offset, length) < 0 or offset + length > self._size:
                 raise RuntimeError(
                     f"the server names bytes {offset} to {offset + length} of a shared-memory pool "
                     f"of {self._size} bytes"
@@ -368,7 +374,7 @@ def _reported(
     try:
         return submit(context, *args, **kwargs)
     except Exception:
-        logger.exception("A KV %s failed", what)
+        _logger().exception("A KV %s failed", what)
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
         failed: Any = MessagingFuture()
@@ -379,8 +385,12 @@ def _reported(
 
 
 def _install_future(module: ModuleType) -> None:
-    original = module.MessagingFuture
+    original: Any = module.MessagingFuture
     _require(original, "set_result", "result")
+    vars(module)["MessagingFuture"] = _settling(original)
+
+
+def _settling(original: Any) -> Any:
 
     class SettlingFuture(original):  # type: ignore[misc]
         """Resolved by the thread of the store: what it still holds is given back before."""
@@ -389,4 +399,4 @@ def _install_future(module: ModuleType) -> None:
             give_up_store()
             super().set_result(result)
 
-    module.MessagingFuture = SettlingFuture
+    return SettlingFuture
