@@ -193,10 +193,10 @@ def _runtime(facts: Facts) -> Check:
     error = str(runtime.get("error", ""))
     if not error:
         return ok(name, about)
-    if "ABI mismatch" in error or "ABI" in error.split("\n", maxsplit=1)[0]:
+    if "ABI mismatch" in error:
         return failed(
             name,
-            f"{about}: its ABI does not fit torch-rbln {installed('torch-rbln')}",
+            f"{about}: they do not fit",
             "install the rebel-compiler that belongs to this torch-rbln (pip install "
             "'torch-rbln[runtime]' with the vendor's index), or the torch-rbln that belongs to it",
         )

@@ -65,27 +65,24 @@ def _torch() -> dict[str, Any]:
 def _runtime() -> dict[str, Any]:
     """Load torch-rbln as torch's autoload would, and read what the runtime says of its ABI."""
     facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # private names of torch-rbln 0.12.0: nice to have
-        from torch_rbln._internal import abi_check, rbln_runtime_lib
-
-        candidates = rbln_runtime_lib.runtime_library_candidates()
-        facts["searched"] = [path for path, _ in candidates]
-        facts["path"], facts["source"] = next(
-            ((path, source) for path, source in candidates if os.path.isfile(path)), ("", "")
-        )
-        facts["built_abi"] = abi_check.get_built_abi()
     try:
         import torch_rbln
 
         torch_rbln.torch_backends_entry_point()
     except BaseException as exc:
         facts["error"] = f"{type(exc).__name__}: {exc}"
-    with contextlib.suppress(Exception):
+        # Lets its modules be imported though its runtime cannot be loaded.
+        os.environ["TORCH_RBLN_DIAGNOSE"] = "1"
+    with contextlib.suppress(Exception):  # private names of torch-rbln 0.12.0: nice to have
         from torch_rbln._internal import abi_check, rbln_runtime_lib
 
-        mapped = rbln_runtime_lib.loaded_runtime_libraries()
-        facts["mapped"] = mapped
-        facts["abi"] = abi_check.read_runtime_abi(abi_check.open_mapped_runtime(mapped[0]))
+        candidates = [path for path, _ in rbln_runtime_lib.runtime_library_candidates()]
+        facts["searched"] = candidates
+        facts["path"] = next(filter(os.path.isfile, candidates), "")
+        facts["built_abi"] = abi_check.get_built_abi()
+        facts["mapped"] = rbln_runtime_lib.loaded_runtime_libraries()
+        handle = abi_check.open_mapped_runtime(facts["mapped"][0])
+        facts["abi"] = abi_check.read_runtime_abi(handle)
     from lmcache_rbln import simulator
 
     facts["simulated"] = simulator.is_active()

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
-import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from pathlib import Path
 _NODE = re.compile(r"rbln(\d+)")
 #: The vendor's monitors open the nodes without using the NPUs.
 _MONITORS = ("rbln_daemon", "rbln-smi", "rbln-stat")
-#: Linux's ``struct flock``: type, whence, start, length, process id.
-_FLOCK = struct.Struct("@hhqqi4x")
 
 
 @dataclass(frozen=True)
@@ -49,45 +46,49 @@ def of_nodes(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> list[Holde
     Only root sees those of other users.
     """
     found = set()
-    for process in proc.iterdir():
-        if not process.name.isdigit() or int(process.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = Path(os.readlink(descriptor))
-                    match = _NODE.fullmatch(target.name)
-                    if target.parent == dev and match:
-                        pid = int(process.name)
-                        found.add(Holder(int(match[1]), pid, _name(pid, proc)))
+    for pid, target in _descriptors(proc):
+        path = Path(target)
+        match = _NODE.fullmatch(path.name)
+        if match and path.parent == dev:
+            found.add(Holder(int(match[1]), pid, _name(pid, proc)))
     return sorted(
         (holder for holder in found if holder.name not in _MONITORS),
         key=lambda holder: (holder.npu, holder.pid),
     )
 
 
-def of_simulated(npus: int) -> list[Holder]:
+def of_simulated(npus: int, proc: Path = Path("/proc")) -> list[Holder]:
     """The processes that hold the first ``npus`` simulated NPUs.
 
-    The simulated runtime holds NPU i by a record lock on byte i of a file (``runtime/npu.cpp``).
+    The simulated runtime holds NPU i by an abstract socket address (``runtime/npu.cpp``).
     """
-    name = f"rbln-sim-{os.geteuid()}-{os.environ.get('RBLN_SIM_HOST') or 'default'}.lock"
-    for folder in ("/dev/shm", "/tmp"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(Path(folder, name), os.O_RDWR)
-            break
-    else:
+    prefix = f"@rbln-sim/{os.geteuid()}/{os.environ.get('RBLN_SIM_HOST') or 'default'}/"
+    held: dict[str, int] = {}  # descriptor's target to NPU
+    with contextlib.suppress(OSError):
+        for line in (proc / "net" / "unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            number = fields[-1].removeprefix(prefix)
+            if fields[-1].startswith(prefix) and number.isdigit() and int(number) < npus:
+                held[f"socket:[{fields[6]}]"] = int(number)
+    if not held:
         return []
-    try:
-        holders = []
-        for npu in range(npus):
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, npu, 1, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-            if kind != fcntl.F_UNLCK:
-                holders.append(Holder(npu, pid, _name(pid)))
-        return holders
-    finally:
-        os.close(descriptor)
+    found = {
+        Holder(held[target], pid, _name(pid, proc))
+        for pid, target in _descriptors(proc)
+        if target in held
+    }
+    return sorted(found, key=lambda holder: (holder.npu, holder.pid))
+
+
+def _descriptors(proc: Path) -> Iterator[tuple[int, str]]:
+    """Each process that may be looked at, with what one of its open descriptors leads to."""
+    for process in proc.iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    yield int(process.name), os.readlink(descriptor)
 
 
 def _name(pid: int, proc: Path = Path("/proc")) -> str:
