@@ -230,4 +230,5 @@ class TestTransferMode:
         line, log = run(self.CODE, check=False, LMCACHE_MP_TRANSFER_MODE="lmcache_driven")
         assert line == ""
         assert "ValueError" in log
-        assert "Use mode 'engine_driven' instead" in log
+        assert "MP transfer mode 'lmcache_driven' is not supported for device type 'rbln'" in log
+        assert "Use mode 'engine_driven'" in log
