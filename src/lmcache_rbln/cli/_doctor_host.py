@@ -40,13 +40,14 @@ _GROUPS = ("lmcache.device_plugins", "lmcache.device_backends")
 
 #: The package's own settings with what they take; docs/settings.md explains them.
 SETTINGS: dict[str, str] = {
-    "LMCACHE_RBLN_DEVICE_STAGING_MB": r"\d+(\.\d+)?",
+    "LMCACHE_RBLN_CACHE": ".+",
+    "LMCACHE_RBLN_DEVICE_STAGING_MB": r"\d+",
     "LMCACHE_RBLN_GUARD": "[01]",
     "LMCACHE_RBLN_KV_LAYOUT": "(?i:blocks_first|kv_first)",
     "LMCACHE_RBLN_PREFAULT": "[01]",
     "LMCACHE_RBLN_SELF_CHECK": "[01]",
     "LMCACHE_RBLN_SERVER": r"\S+:\d+",
-    "LMCACHE_RBLN_STAGING_MB": r"\d+(\.\d+)?",
+    "LMCACHE_RBLN_STAGING_MB": r"\d+",
 }
 
 _SIMULATE = "to try things without an NPU: lmcache-rbln simulate -- COMMAND"

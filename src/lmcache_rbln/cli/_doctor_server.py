@@ -152,7 +152,7 @@ def _page(host: str, port: int, name: str) -> Any:
     finally:
         connection.close()
     if response.status != http.HTTPStatus.OK:
-        raise ValueError(f"/{name} answered {response.status}")
+        raise ValueError(f"the page /{name} answered {response.status}")
     return json.loads(body)
 
 
