@@ -14,7 +14,7 @@ import torch
 from lmcache import lmcache_native
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-from lmcache_rbln import block_transfer, kv_layout, telemetry
+from lmcache_rbln import block_transfer, kv_layout, self_check, telemetry
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
 
 #: What LMCache's transfer contexts expect of a device operation (0.5.4-0.5.6): its retrieve catches
@@ -77,10 +77,13 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
             ids = _block_ids(block_ids, paged)
             skip = _skip(skip_prefix_n_blocks)
             chunks = _chunks(lmcache_objects_ptrs, paged, len(ids), blocks_per_chunk)
-            if _is_gather(direction):
+            gathering = _is_gather(direction)
+            if not gathering:
+                _refuse_repeated(ids[skip:])
+            self_check.ensure(paged)
+            if gathering:
                 block_transfer.gather(paged, ids, chunks, blocks_per_chunk, skip)
             else:
-                _refuse_repeated(ids[skip:])
                 block_transfer.scatter(paged, ids, chunks, blocks_per_chunk, skip)
         except _EXPECTED_ERRORS:
             raise
