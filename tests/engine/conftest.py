@@ -48,18 +48,24 @@ def reference(model):
 
 
 class Server:
-    """A real `lmcache server`, and what it holds."""
+    """A real `lmcache server`, and what it holds.
 
-    def __init__(self, process):
+    Args:
+        process: what runs it, with a `pid`.
+        log: the file it writes to.
+        port, http_port: where it listens, on 127.0.0.1.
+    """
+
+    def __init__(self, process, log, port, http_port):
         self.process = process
-
-    @property
-    def port(self):
-        return int(self.process.url.rpartition(":")[2])
+        self.pid = process.pid
+        self.log = log
+        self.port = port
+        self._http_port = http_port
 
     def chunks(self):
         """How many chunks can be hit: those that are written."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.process.http_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=30)
         connection.request("GET", "/status")
         status = json.loads(connection.getresponse().read())
         connection.close()
@@ -70,9 +76,7 @@ class Server:
         """Stores are asynchronous; wait until `count` chunks are there."""
         deadline = time.monotonic() + seconds
         while (held := self.chunks()) < count:
-            assert time.monotonic() < deadline, (
-                f"{held} of {count} chunks stored. {self.process.log_tail()}"
-            )
+            assert time.monotonic() < deadline, f"{held} of {count} chunks stored in {seconds} s"
             time.sleep(0.1)
 
     def connector(self, name="RBLNLMCacheConnectorV1", **settings):
@@ -108,7 +112,7 @@ def new_server(tmp_path):
             chunk_size=chunk_size, pool_gb=pool_gb, environment=environment, log_path=log
         )
         started.append(process.start())
-        return Server(process)
+        return Server(process, log, int(process.url.rpartition(":")[2]), process.http_port)
 
     yield start
     for process in started:

@@ -16,6 +16,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+# Threads of a second core only wait for each other over models this small.
+torch.set_num_threads(1)
+
 VOCABULARY = 512
 # A wide spread makes the next token depend on every earlier one, and ties improbable.
 SPREAD = 0.4
@@ -117,23 +120,26 @@ class Reference:
         self._fp8_cache = fp8_cache
         self._greedy = functools.lru_cache(maxsize=None)(self._search)
 
+    def _new_cache(self):
+        return (_Fp8Cache if self._fp8_cache else DynamicCache)(config=self._model.config)
+
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [len(tokens), vocabulary]."""
-        if not self._fp8_cache:
-            return self._model(torch.tensor([tokens]), use_cache=False).logits[0]
-        cache = _Fp8Cache(config=self._model.config)
-        return self._model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+        return self._model(torch.tensor([tokens]), past_key_values=self._new_cache()).logits[0]
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """The `count` tokens that follow greedily."""
         return list(self._greedy(tuple(prompt), count))
 
+    @torch.no_grad()
     def _search(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        tokens = list(prompt)
+        cache, new, found = self._new_cache(), list(prompt), []
         for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tuple(tokens[len(prompt) :])
+            logits = self._model(torch.tensor([new]), past_key_values=cache).logits
+            new = [int(logits[0, -1].argmax())]
+            found += new
+        return tuple(found)
 
     def shortfall(self, prompt: list[int], generated: list[int]) -> float:
         """Teacher forcing: how far below the highest logit, given all tokens before it, a

@@ -84,6 +84,21 @@ def _is_python(pid):
     return False
 
 
+def stacks(pid, log):
+    """The stacks of all threads of `pid` and all Python processes below it.
+
+    Args:
+        log: the file that is their stderr.
+    """
+    before = log.stat().st_size
+    for each in descendants(pid):
+        if _is_python(each):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGUSR2)
+    time.sleep(3)  # the handlers write when their processes get to run
+    return log.read_bytes()[before:].decode(errors="replace")
+
+
 class Process:
     """A child process with its output in a file."""
 
@@ -115,16 +130,6 @@ class Process:
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line for line in text if "rbln_free skipped" not in line][-lines:])
 
-    def stacks(self):
-        """The stacks of all threads of all Python processes below this one."""
-        before = self.log.stat().st_size
-        for pid in descendants(self.pid):
-            if _is_python(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR2)
-        time.sleep(3)  # the handlers write when their processes get to run
-        return self.log.read_bytes()[before:].decode(errors="replace")
-
     def stop(self, seconds=30):
         """SIGTERM; SIGKILL to all that is left of it."""
         pids = descendants(self.pid)
@@ -146,7 +151,7 @@ class Engine:
         folder: for its log and its caches.
         settings: environment variables.
         options: of `lmcache-rbln simulate`.
-        watched: more processes whose stacks matter if this one hangs.
+        watched: more processes whose stacks matter if this one hangs; each has `pid` and `log`.
         llm: arguments of `vllm.LLM`.
     """
 
@@ -202,8 +207,8 @@ class Engine:
         while b"\n" not in self._pending:
             left = deadline - time.monotonic()
             if left <= 0:
-                stacks = "\n".join(p.stacks() for p in (self.process, *self.watched))
-                raise HangError(f"no answer in {seconds} s. {self.process.tail(30)}\n{stacks}")
+                found = "\n".join(stacks(p.pid, p.log) for p in (self.process, *self.watched))
+                raise HangError(f"no answer in {seconds} s. {self.process.tail(30)}\n{found}")
             if select.select([self._answers], [], [], min(left, 1.0))[0]:
                 data = os.read(self._answers, 1 << 20)
                 if not data:
