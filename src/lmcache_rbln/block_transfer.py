@@ -185,8 +185,8 @@ class _HndRoute(_Route):
                         collected.whole(self._dtype, step.num_elements)
                     )
             for rows, order, chunk_rows in self._transposes(step, staged):
-                # "clip" is what lets numpy write to `out` directly; no index is out of range.
-                np.take(rows, order, out=chunk_rows, mode="clip")
+                # "clip" lets numpy write to `out` directly; no index is out of range.
+                rows.take(order, out=chunk_rows, mode="clip")
 
     def scatter(self, step: Step) -> None:
         with self._on_host.lease() as staged:
@@ -213,20 +213,33 @@ class _HndRoute(_Route):
     def _transposes(
         self, step: Step, staged: Buffer
     ) -> Iterator[tuple[_Rows, npt.NDArray[np.intp], _Rows]]:
-        """For each layer and plane: its rows in staging, their order in the chunk, the chunk's rows."""
-        part = step.part
-        order = _order(part.num_tokens, part.block_tokens, part.block_stride, self._num_heads)
+        """Rows in staging, which of them to take in turn, and the rows of the chunk they become.
+
+        Of one plane of as many layers as adjoin in the chunk, or of one.
+        """
+        part, layers = step.part, step.layers
         layer_rows = part.num_tokens * self._num_heads * len(part.planes)
-        rows = staged.rows(self._row, layer_rows * len(step.layers))
+        rows = staged.rows(self._row, layer_rows * len(layers))
         first = part.first_token * self._num_heads
-        end = first + part.num_tokens * self._num_heads
-        chunk = self._chunks[part.chunk][:, :, first:end]
-        for index, layer in enumerate(step.layers):
-            layer_end = (index + 1) * layer_rows
-            start = layer_end - layer_rows
-            for plane in part.planes:
-                yield rows[start:layer_end], order, chunk[plane, layer]
-                start += part.plane_stride
+        chunk = self._chunks[part.chunk][
+            part.planes.start : part.planes.stop,
+            layers.start : layers.stop,
+            first : first + part.num_tokens * self._num_heads,
+        ]
+        together = len(layers) if chunk[0].flags.c_contiguous else 1
+        order = _order(
+            together,
+            layer_rows,
+            part.num_tokens,
+            part.block_tokens,
+            part.block_stride,
+            self._num_heads,
+        )
+        for layer in range(0, len(layers), together):
+            for plane in range(len(part.planes)):
+                start = layer * layer_rows + plane * part.plane_stride
+                chunk_rows = chunk[plane, layer : layer + together].reshape(-1)
+                yield rows[start : (layer + together) * layer_rows], order, chunk_rows
 
 
 class _MlaRoute(_Route):
@@ -283,15 +296,21 @@ def _rows(chunk: torch.Tensor, head_size: int, row: np.dtype[np.void]) -> _Rows:
     return rows
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=8)
 def _order(
-    num_tokens: int, block_tokens: int, block_stride: int, num_heads: int
+    num_layers: int,
+    layer_rows: int,
+    num_tokens: int,
+    block_tokens: int,
+    block_stride: int,
+    num_heads: int,
 ) -> npt.NDArray[np.intp]:
-    """Where in staging, within a plane, each row of a chunk is, by token, then head."""
+    """Where in staging the rows of one plane of a chunk are: by layer, token, head."""
+    layers = np.arange(num_layers, dtype=np.intp) * layer_rows
     tokens = np.arange(num_tokens, dtype=np.intp)
-    in_plane = tokens // block_tokens * block_stride + tokens % block_tokens
+    tokens = tokens // block_tokens * block_stride + tokens % block_tokens
     heads = np.arange(num_heads, dtype=np.intp) * block_tokens
-    order: npt.NDArray[np.intp] = (in_plane[:, None] + heads).reshape(-1)
+    order: npt.NDArray[np.intp] = (layers[:, None, None] + tokens[:, None] + heads).reshape(-1)
     order.flags.writeable = False
     return order
 
@@ -381,9 +400,13 @@ class _Shared:
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
-        self.helpers = HelperThreads(
-            _HELPERS, _IDLE_S, may_end=lambda: staging.release_unused(_IDLE_S)
-        )
+        self.helpers = HelperThreads(_HELPERS, _IDLE_S, may_end=self._release_unused)
+
+    def _release_unused(self) -> bool:
+        released = self.staging.release_unused(_IDLE_S)
+        if released:
+            _order.cache_clear()
+        return released
 
     def close(self) -> None:
         """End the threads and free what no transfer uses."""

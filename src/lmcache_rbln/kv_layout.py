@@ -125,8 +125,9 @@ def resolve(layers: Sequence[Any]) -> PagedKV:
             )
     first = layers[0]
     _refuse_unusable(first)
+    signature = _signature(first)
     for index, layer in enumerate(layers):
-        if _signature(layer) != _signature(first):
+        if _signature(layer) != signature:
             raise ValueError(
                 f"the layers of the KV cache differ: layer 0 is {describe(first)}, layer {index} is "
                 f"{describe(layer)}; all layers must share shape, strides, dtype and device. {_HINT}"

@@ -16,7 +16,7 @@ from lmcache_rbln.kv_layout import KVLayout, PagedKV
 
 #: A transfer has at least so many steps, which can overlap, unless they are smaller than this.
 _LEAST_STEPS = 8
-_SMALL_STEP = 1 << 20
+_SMALL_STEP = 2 << 20
 
 
 @dataclass(frozen=True)
