@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import secrets
@@ -163,7 +164,9 @@ def inject(faults: str) -> None:
 
 
 def clear_faults() -> None:
-    """Removes the faults that have not fired, and brings lost NPUs back.
+    """Starts afresh: removes faults that have not fired, ends hangs, brings lost NPUs back.
+
+    Failures of asynchronous work that no wait has reported yet are forgotten.
 
     Raises:
         SimulatorError: The simulated NPU is not in use in this process.
@@ -292,6 +295,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
+@functools.cache  # once loaded it stays
 def _library() -> ctypes.CDLL:
     path = _mapped() or _inherited()
     if path is None or (_mapped() is not None and not _is_stand_in(path)):

@@ -130,6 +130,7 @@ int rbln_sim_inject(const char* spec, char* error, uint64_t size) {
 
 void rbln_sim_clear_faults() {
   rbln_sim::clear_faults();
+  rbln_sim::forget_failures();
   rbln_sim::host().revive();
 }
 

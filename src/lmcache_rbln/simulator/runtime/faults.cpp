@@ -2,11 +2,12 @@
 #include "faults.h"
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 
-#include "clock.h"
 #include "settings.h"
 
 namespace rbln_sim {
@@ -21,6 +22,8 @@ struct Armed {
   std::atomic<bool> any{false};  // lets calls skip the mutex when nothing is armed
   std::atomic<uint64_t> calls[kCalls] = {};
   std::atomic<uint64_t> fired{0};
+  std::atomic<uint64_t> era{0};
+  std::condition_variable cleared;
 };
 
 Armed& armed() {
@@ -110,8 +113,9 @@ Verdict consult(Call call) {
   Armed& a = armed();
   a.calls[static_cast<int>(call)].fetch_add(1, std::memory_order_relaxed);
   a.calls[static_cast<int>(Call::kAny)].fetch_add(1, std::memory_order_relaxed);
-  if (!a.any.load(std::memory_order_acquire)) return {};
   Verdict verdict;
+  verdict.era = a.era;
+  if (!a.any.load(std::memory_order_acquire)) return verdict;
   {
     std::lock_guard<std::mutex> guard(a.mutex);
     for (size_t i = 0; i < a.faults.size();) {
@@ -121,7 +125,10 @@ Verdict consult(Call call) {
         continue;
       }
       // Two faults may meet in one call: the first one listed wins, both are used up.
-      if (verdict.action == Action::kNone) verdict = {fault.action, fault.seconds};
+      if (verdict.action == Action::kNone) {
+        verdict.action = fault.action;
+        verdict.seconds = fault.seconds;
+      }
       a.faults.erase(a.faults.begin() + static_cast<long>(i));
     }
     a.any = !a.faults.empty();
@@ -137,10 +144,18 @@ Verdict consult(Call call) {
 Verdict consult_blocking(Call call) {
   Verdict verdict = consult(call);
   if (verdict.action == Action::kHang) {
-    sleep_until(now_ns() + static_cast<uint64_t>(verdict.seconds * 1e9));
+    hang(verdict);
     verdict.action = Action::kNone;
   }
   return verdict;
+}
+
+void hang(const Verdict& verdict) {
+  Armed& a = armed();
+  std::unique_lock<std::mutex> lock(a.mutex);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(verdict.seconds);
+  a.cleared.wait_until(lock, deadline, [&] { return a.era != verdict.era; });
 }
 
 bool inject(const std::string& spec, std::string& error) {
@@ -158,7 +173,11 @@ void clear_faults() {
   std::lock_guard<std::mutex> guard(a.mutex);
   a.faults.clear();
   a.any = false;
+  ++a.era;
+  a.cleared.notify_all();
 }
+
+uint64_t fault_era() { return armed().era.load(); }
 
 uint64_t calls_of(Call call) { return armed().calls[static_cast<int>(call)].load(); }
 uint64_t faults_fired() { return armed().fired.load(); }

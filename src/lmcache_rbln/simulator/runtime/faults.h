@@ -25,6 +25,7 @@ struct Fault {
 struct Verdict {
   Action action = Action::kNone;
   double seconds = 0;
+  uint64_t era = 0;  // in which the call was made
 };
 
 bool parse_faults(const std::string& spec, std::vector<Fault>& faults, std::string& error);
@@ -35,8 +36,14 @@ Verdict consult(Call call);
 // The same for calls that block anyway: a hang is spent before it returns.
 Verdict consult_blocking(Call call);
 
+// Gives the CPU away for the verdict's time, or until its era is over.
+void hang(const Verdict& verdict);
+
 bool inject(const std::string& spec, std::string& error);
+// Also ends hangs, and starts a new era.
 void clear_faults();
+// Failures of asynchronous work are told only in the era in which the work was queued.
+uint64_t fault_era();
 uint64_t calls_of(Call call);
 uint64_t faults_fired();
 uint64_t faults_armed();

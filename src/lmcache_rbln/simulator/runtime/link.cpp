@@ -11,7 +11,7 @@ namespace {
 
 // More than a late wake-up of an otherwise idle machine: a thread that was kept waiting longer
 // than this competed for the CPU, which is the workload's business.
-constexpr uint64_t kMaxOvershootNs = 200000;
+constexpr uint64_t kMaxOvershootNs = 100000;
 
 thread_local uint64_t overshoot_ns = 0;
 

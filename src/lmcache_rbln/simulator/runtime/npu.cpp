@@ -71,6 +71,11 @@ bool Host::lock(Npu& npu, std::string& error) {
   return false;
 }
 
+void Host::unlock(Npu& npu) {
+  if (npu.lock >= 0) close(npu.lock);
+  npu.lock = -1;
+}
+
 int Host::physical(int visible, std::string& error) const {
   std::vector<int> npus;
   if (!visible_npus(npus, error)) return -1;
@@ -89,14 +94,23 @@ bool Host::open(uint32_t device, const int* visible, int count, std::string& err
   }
   std::lock_guard<std::mutex> guard(opening);
   std::vector<int> ids;
+  std::vector<Npu*> taken;
   for (int i = 0; i < count; ++i) {
     const int id = physical(visible[i], error);
-    if (id < 0) return false;
-    if (npus_[id].lost) {
+    Npu* npu = id < 0 ? nullptr : &npus_[id];
+    if (npu && npu->lost) {
       error = "NPU " + std::to_string(id) + " is lost";
-      return false;
+      npu = nullptr;
     }
-    if (!npus_[id].open && settings().exclusive && npus_[id].lock < 0 && !lock(npus_[id], error)) {
+    if (npu && settings().exclusive && npu->lock < 0) {
+      if (lock(*npu, error)) {
+        taken.push_back(npu);
+      } else {
+        npu = nullptr;
+      }
+    }
+    if (!npu) {
+      for (Npu* other : taken) unlock(*other);
       return false;
     }
     ids.push_back(id);
@@ -122,8 +136,7 @@ void Host::become_child(int parent) {
     if (npu.open) parent_ = parent;
     npu.open = false;
     npu.used_bytes = 0;
-    if (npu.lock >= 0) close(npu.lock);  // else the NPU would stay taken after the parent's death
-    npu.lock = -1;
+    unlock(npu);  // else the NPU would stay taken after the parent's death
     for (Engine& engine : npu.engines) new (&engine) Engine;  // mutexes may be held in the parent
   }
   for (auto& group : groups_) group = nullptr;

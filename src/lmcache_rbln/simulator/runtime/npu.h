@@ -18,10 +18,15 @@ struct Npu {
   int id = 0;                           // physical number on the simulated host
   std::atomic<bool> open{false};        // by this process
   std::atomic<bool> lost{false};
+  std::atomic<uint64_t> losses{0};      // work queued before a loss is never done
   std::atomic<uint64_t> used_bytes{0};  // device memory allocated by this process
   int lock = -1;                        // socket that keeps other processes away
   Engine engines[kDirections];
 
+  void lose() {
+    ++losses;
+    lost = true;
+  }
   Engine& engine(Direction direction) { return engines[static_cast<int>(direction)]; }
 };
 
@@ -48,6 +53,7 @@ class Host {
 
  private:
   bool lock(Npu& npu, std::string& error);
+  void unlock(Npu& npu);
 
   Npu npus_[kMaxNpus];
   std::atomic<const std::vector<int>*> groups_[kMaxNpus] = {};

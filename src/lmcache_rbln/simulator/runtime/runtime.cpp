@@ -79,7 +79,7 @@ bool may_wait(const char* call, uint32_t device) {
   counters().synchronize.fetch_add(1, std::memory_order_relaxed);
   const std::vector<int>* group = host().group(device);
   const Verdict verdict = consult_blocking(Call::kSync);
-  if (verdict.action == Action::kLost && group) host().npu(group->front()).lost = true;
+  if (verdict.action == Action::kLost && group) host().npu(group->front()).lose();
   if (verdict.action != Action::kNone) {
     complain("%s: failing as injected", call);
     return false;
@@ -97,7 +97,7 @@ bool fail_late(const char* call, Stream& stream) {
 RBLNRetCode allocate(const char* call, uint32_t device, uint64_t size, uint64_t& vaddr) {
   const Verdict verdict = consult_blocking(Call::kMalloc);
   const std::vector<int>* group = host().group(device);
-  if (verdict.action == Action::kLost && group) host().npu(group->front()).lost = true;
+  if (verdict.action == Action::kLost && group) host().npu(group->front()).lose();
   if (verdict.action != Action::kNone) {
     complain("%s: failing as injected", call);
     return kFailure;
@@ -131,7 +131,7 @@ RBLNRetCode borrow(const char* call, uint64_t vaddr, uint64_t size, uint64_t& ad
     return kInvalid;
   }
   const Verdict verdict = consult_blocking(Call::kBorrow);
-  if (verdict.action == Action::kLost) pin.npu().lost = true;
+  if (verdict.action == Action::kLost) pin.npu().lose();
   if (verdict.action != Action::kNone || pin.npu().lost) {
     complain("%s: %s", call, verdict.action != Action::kNone ? "failing as injected"
                                                              : "the NPU is lost");
@@ -195,7 +195,7 @@ RBLNRetCode rbln_register_device_id(int torch_device, int* npus, int count) {
   const rbln_sim::Verdict verdict = rbln_sim::consult_blocking(rbln_sim::Call::kOpen);
   if (verdict.action == rbln_sim::Action::kLost && count > 0) {
     const int id = host().physical(npus[0], error);
-    if (id >= 0) host().npu(id).lost = true;
+    if (id >= 0) host().npu(id).lose();
   }
   if (verdict.action != rbln_sim::Action::kNone && error.empty()) error = "failing as injected";
   if (!error.empty() || !host().open(static_cast<uint32_t>(torch_device), npus, count, error)) {

@@ -32,7 +32,8 @@ class Reader {
     char* end = nullptr;
     errno = 0;
     double parsed = std::strtod(value, &end);
-    if (*end || errno || !std::isfinite(parsed) || parsed < low || parsed > high) {
+    const bool starts = (*value >= '0' && *value <= '9') || *value == '-' || *value == '.';
+    if (!starts || *end || errno || !std::isfinite(parsed) || parsed < low || parsed > high) {
       char range[64];
       std::snprintf(range, sizeof(range), "a number from %g to %g", low, high);
       reject(name, value, range);

@@ -169,6 +169,17 @@ bool drain_device(uint32_t device) {
   return fine;
 }
 
+void forget_failures() {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> guard(r.mutex);
+  for (auto& streams : r.streams) {
+    for (Stream* stream : streams) stream->take_failure();
+  }
+  for (auto& stream : r.defaults) {
+    if (stream.load()) stream.load()->take_failure();
+  }
+}
+
 uint64_t create_event(uint32_t device) {
   Registry& r = registry();
   std::lock_guard<std::mutex> guard(r.mutex);

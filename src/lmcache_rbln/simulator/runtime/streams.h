@@ -74,6 +74,9 @@ bool select_stream(uint64_t handle);
 // Waits for every stream of the device; false when one of them had failed.
 bool drain_device(uint32_t device);
 
+// Failures that nobody was told yet are dropped.
+void forget_failures();
+
 uint64_t create_event(uint32_t device);
 bool destroy_event(uint64_t event);
 bool record_event(uint64_t event, Stream& stream);

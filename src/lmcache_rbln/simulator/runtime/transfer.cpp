@@ -94,7 +94,7 @@ bool allowed(const Verdict& verdict, const char* call, Npu& npu, uint64_t bytes,
       complain("%s: failing as injected", call);
       return false;
     case Action::kLost:
-      npu.lost = true;
+      npu.lose();
       complain("%s: NPU %d is lost from here on, as injected", call, npu.id);
       return false;
     case Action::kShort:
@@ -186,15 +186,16 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
   const Verdict verdict = consult(call_of(direction));
   if (!allowed(verdict, call, npu, bytes, limit)) return RBLNRetCode_FAILURE;
   Stream& stream = current_stream(device);
-  auto work = [=, &npu, &stream](uint64_t ready_ns) {
+  auto work = [=, &npu, &stream, losses = npu.losses.load()](uint64_t ready_ns) {
     Trace trace;
     if (verdict.action == Action::kHang) {
-      ready_ns += static_cast<uint64_t>(verdict.seconds * 1e9);
-      sleep_until(ready_ns);
+      hang(verdict);
+      ready_ns = now_ns();
     }
-    // A lost device does nothing more; who waits for it is told.
-    if (npu.lost) {
-      stream.fail();
+    // A lost device does nothing more, and who waits for it is told; unless the loss was cleared
+    // since, and with it all that hung on it.
+    if (npu.losses != losses) {
+      if (verdict.era == fault_era()) stream.fail();
       return uint64_t{0};
     }
     Slot slot;
@@ -205,7 +206,7 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
     if (limit < bytes) {
       complain("%s: failing after %llu of %llu bytes, as injected", call,
                static_cast<unsigned long long>(limit), static_cast<unsigned long long>(bytes));
-      stream.fail();
+      if (verdict.era == fault_era()) stream.fail();
     } else {
       counters().of(direction).add(1, bytes);
       trace.submission(label(direction), 1, bytes, npu.id, device, stream.number(), slot, true);
