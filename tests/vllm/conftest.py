@@ -71,17 +71,20 @@ def _watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Callable[[int], str]]:
-    """URL of a server of that chunk size; one each, for all tests that do not harm it."""
+def servers() -> Iterator[Callable[..., str]]:
+    """URL of a server of that chunk size; one each, for all tests that do not harm it.
+
+    Another ``name`` is another server.
+    """
     from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 
-    running: dict[int, LMCacheServer] = {}
+    running: dict[tuple[int, str], LMCacheServer] = {}
 
-    def url(chunk_size: int) -> str:
-        server = running.get(chunk_size)
+    def url(chunk_size: int, name: str = "") -> str:
+        server = running.get((chunk_size, name))
         if server is None or not server.is_running():
-            server = running[chunk_size] = LMCacheServer(chunk_size=chunk_size, pool_gb=0.25)
-            server.start()
+            server = LMCacheServer(chunk_size=chunk_size, pool_gb=0.25).start()
+            running[chunk_size, name] = server
         return server.url
 
     yield url
@@ -89,22 +92,37 @@ def servers() -> Iterator[Callable[[int], str]]:
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def _mortal_server() -> Iterator[Any]:
+    from vllm_harness.servers import MortalServer
+
+    server = MortalServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def mortal_server(_mortal_server: Any) -> Any:
+    """A running server of chunks of 64 tokens that a test may freeze, kill and start again."""
+    _mortal_server.start()
+    return _mortal_server
+
+
 @pytest.fixture
 def own_server() -> Iterator[Callable[..., Any]]:
-    """Makes servers that a test may stop, kill or freeze."""
-    from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
+    """Makes servers of a test's own, with settings of its own."""
+    from vllm_harness.servers import MortalServer
 
-    made: list[LMCacheServer] = []
+    made: list[MortalServer] = []
 
-    def make(**settings: Any) -> LMCacheServer:
-        server = LMCacheServer(**{"chunk_size": 16, "pool_gb": 0.25, **settings})
+    def make(**settings: Any) -> MortalServer:
+        server = MortalServer(**settings)
         made.append(server)
-        return server.start()
+        server.start()
+        return server
 
     yield make
     for server in made:
-        if server.is_running():
-            os.kill(server.pid, signal.SIGCONT)
         server.stop()
 
 
@@ -148,12 +166,10 @@ def engines(
         return engine
 
     yield make
-    failed = getattr(request.node, "failed", False)
     for engine in made:
-        if failed:
+        if getattr(request.node, "failed", False):
             for worker in engine.workers:
-                print(f"--- {worker.pid}\n{worker.tail()}")
-                worker.kill()
+                print(f"--- worker {worker.pid}\n{worker.tail()}")
         engine.close()
 
 

@@ -119,7 +119,7 @@ def test_block_sizes(
     engine.run_one(tokens[: 2 * block_size + 1])
     assert engine.loaded == {}
     late = engine.add(tokens)
-    output, rows = engine.schedule()
+    output, rows = engine.schedule_load(late)
     assert engine.loaded[late] == 2 * block_size
     shared, rest = engine.blocks(late)[:2], engine.blocks(late)[2:4]
     for block in (*shared, *rest):

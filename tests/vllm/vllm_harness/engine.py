@@ -251,17 +251,29 @@ class Engine:
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
+        self._note_loads()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, len(self.workers))
         self._count = 0
         #: Every request ever added.
         self.requests: dict[str, Request] = {}
-        #: Tokens that came from outside, by request: all that was ever loaded for it.
+        #: Tokens that the scheduler last let the connector load, by request.
         self.loaded: dict[str, int] = {}
         #: Requests in the order of their end.
         self.finished: list[str] = []
         self.preemptions = 0
         self.events: list[Any] = []
         self.reports: list[Any] = []
+
+    def _note_loads(self) -> None:
+        """Note what the scheduler tells the connector of each request; nothing is changed."""
+        tell = self.connector.update_state_after_alloc
+
+        def told(request: Request, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                self.loaded[request.request_id] = num_external_tokens
+            tell(request, blocks, num_external_tokens)
+
+        self.connector.update_state_after_alloc = told
 
     # -- requests --------------------------------------------------------------------------
 
@@ -310,9 +322,6 @@ class Engine:
                     end - scheduled,
                 )
             )
-        for request_id, request in self.requests.items():
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self.loaded[request_id] = request.num_external_computed_tokens
         return output, rows
 
     def send(self, output: Any, rows: list[Row]) -> None:
@@ -352,6 +361,18 @@ class Engine:
             # Nothing to compute: a load, a lookup or a store is being waited for.
             time.sleep(0.002)
         return report
+
+    def schedule_load(self, request_id: str, timeout: float = 30.0) -> tuple[Any, list[Row]]:
+        """Step until a load of the request is scheduled; that step is not sent to the workers."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            output, rows = self.schedule()
+            if request_id in self.loaded:
+                return output, rows
+            self.send(output, rows)
+            self.receive(output, rows)
+            time.sleep(0.002)
+        raise TimeoutError(f"no load of {request_id} was scheduled within {timeout:g} s")
 
     def run(self, timeout: float = 60.0) -> None:
         """Step until no request is left, and no block is held."""
@@ -397,11 +418,7 @@ class Engine:
 
     def close(self) -> None:
         for worker in self.workers:
-            if worker.is_alive():
-                worker.send("stop")
-        for worker in self.workers:
-            if worker.is_alive():
-                worker.receive()
+            worker.finish()
         self.scheduler.shutdown()
 
 

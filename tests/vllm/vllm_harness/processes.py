@@ -39,6 +39,7 @@ class WorkerProcess:
                 start_new_session=True,
             )
         inherited.close()
+        self._unanswered = 0
 
     @property
     def pid(self) -> int:
@@ -53,6 +54,7 @@ class WorkerProcess:
 
     def send(self, name: str, *arguments: Any) -> None:
         self._pipe.send((name, arguments))
+        self._unanswered += 1
 
     def receive(self, timeout: float = 60.0) -> Any:
         """The answer to the oldest call without one.
@@ -72,6 +74,7 @@ class WorkerProcess:
             raise WorkerHung(
                 f"the worker ended with {self._process.returncode}:\n{self.tail()}"
             ) from None
+        self._unanswered -= 1
         if not good:
             raise value
         return value
@@ -83,6 +86,24 @@ class WorkerProcess:
     def answered(self, within: float) -> bool:
         """Whether an answer is there, after waiting at most so many seconds."""
         return self._pipe.poll(within)
+
+    def finish(self, timeout: float = 30.0) -> None:
+        """Stop the runner; a worker that does not answer is killed, and the next test gets another.
+
+        What earlier calls have to say is of no interest any more.
+        """
+        if not self.is_alive():
+            return
+        self.send("stop")
+        while self._unanswered:
+            unanswered = self._unanswered
+            try:
+                self.receive(timeout)
+            except WorkerHung:
+                return
+            except Exception:
+                if self._unanswered == unanswered:
+                    raise
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.splitlines()[-lines:])
