@@ -16,7 +16,7 @@ import lmcache_rbln.simulator.engine
 import pytest
 
 #: Longest that one test may take, in seconds; all waits in the harness are shorter.
-LIMIT = 150.0
+LIMIT = 240.0
 
 def _is_installed(name: str) -> bool:
     # By its metadata: importing vLLM loads torch, which must find the simulated runtime first,

@@ -6,13 +6,15 @@ The worker drives the hooks as vllm-rbln 0.12.0 does.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm_harness import probes
-from vllm_harness.engine import CONNECTORS, prompt
+from vllm_harness.engine import prompt
 from vllm_harness.kv import LAYOUTS, Geometry
 
 CHUNK = 64
@@ -69,24 +71,37 @@ def test_the_last_caches_win(servers: Servers, engines: Engines, layout: str) ->
     engine.check_over()
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_a_worker_that_is_silent(
-    own_server: Callable[..., Any], engines: Engines, connector: str
-) -> None:
-    """Silent for longer than the server's grace, before warm-up is over and after it.
+def test_workers_that_are_silent(own_server: Callable[..., Any], engines: Engines) -> None:
+    """Silent for longer than the server's grace: during warm-up, and later in a long compile.
 
-    Thirty seconds are the least that LMCache's server takes.
+    Thirty seconds are the least that LMCache's server takes. Its own connector registers before
+    warm-up and is dropped: nothing is reused any more, but the engine lives.
     """
     limits = ["--worker-reap-timeout-seconds", "30", "--worker-registration-grace-seconds", "30"]
     server = own_server(arguments=limits)
-    engine = engines(server.url, Geometry("blocks_first"), connector=connector, finalize=False)
+    geometry = Geometry("blocks_first")
+    engine = engines(server.url, geometry, finalize=False, workers=(0,))
+    stock = engines(server.url, geometry, connector="stock", workers=(1,))
     time.sleep(38)
     engine.workers[0].call("finalize")
-    if connector == "rbln":
-        time.sleep(38)
-    engine.run_one(prompt(5, 140))
+    for each in (engine, stock):
+        each.run_one(prompt(5, 140))
+        each.forget_local_cache()
+        each.run_one(prompt(5, 140))
+        each.check_over()
+    (loaded,) = engine.loaded.values()
+    assert loaded == 128
+
+    os.kill(engine.workers[0].pid, signal.SIGSTOP)
+    time.sleep(42)
+    os.kill(engine.workers[0].pid, signal.SIGCONT)
+    started = time.monotonic()
     engine.forget_local_cache()
-    again = engine.run_one(prompt(5, 140))
+    engine.run_one(prompt(5, 140))
+    assert time.monotonic() - started < 4.0, "the step waited for a server that never answers"
+    back: int | None = None
+    while not back and time.monotonic() < started + 20:
+        engine.forget_local_cache()
+        back = engine.loaded.get(engine.run_one(prompt(6, 140)))
+    assert back == 128
     engine.check_over()
-    if connector == "rbln":
-        assert engine.loaded[again] == 128

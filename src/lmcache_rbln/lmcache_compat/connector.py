@@ -8,6 +8,7 @@ the names used here moves.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from lmcache.logging import init_logger
 
 logger = init_logger("lmcache_rbln.connector")
 
+#: Seconds of silence that every server allows (its --worker-reap-timeout-seconds is not less).
+_LEAST_REAP_TIMEOUT = 30.0
 #: Seconds for a server that has just answered another request.
 _PROBE_TIMEOUT = 30.0
 
@@ -80,15 +83,46 @@ def flush_while_unreachable(adapter: Any) -> None:
 
 
 def start_heartbeat(adapter: Any) -> None:
-    """Ping the server from registration on.
+    """Ping the server from registration on, and recover from a silence that it may have noticed.
 
-    What: LMCache's own heartbeat, which it starts at the first store or retrieve.
-    Why: a registered worker that never pinged is dropped after the server's registration grace (an
-    hour), and every store and retrieve fails from then on. An engine that idles does not ping.
+    What: LMCache's own heartbeat, which it starts at the first store or retrieve; each beat that
+    comes very late takes the server for lost, so that LMCache's own recovery registers again.
+    Why: the server drops a worker that never pinged after its registration grace (an hour), and one
+    that stopped pinging, as in a compile that holds the interpreter, after its reap timeout. It
+    never answers the requests of a worker it has dropped: each load then stops the engine for
+    LMCache's time-out of minutes, and nothing registers the worker again.
     Versions: 0.5.4, 0.5.5, 0.5.6.
-    Obsolete: once LMCache starts it at registration.
+    Obsolete: once LMCache starts it at registration, and its ping tells whether it is registered.
     """
     adapter._ensure_heartbeat_started()
+    heartbeat = adapter._heartbeat
+    if getattr(heartbeat, "lmcache_rbln_watched", False):
+        return
+    heartbeat.lmcache_rbln_watched = True
+    beat = heartbeat._execute
+
+    def watched_beat() -> Any:
+        suspect_silence(adapter)
+        return beat()
+
+    heartbeat._execute = watched_beat
+
+
+def suspect_silence(adapter: Any) -> None:
+    """Take the server for lost if the last beat of the heartbeat is too long ago.
+
+    At the start of a step and of a beat, whichever comes first after a silence.
+    """
+    heartbeat = adapter._heartbeat
+    last = 0.0 if heartbeat is None else heartbeat.last_run_time
+    silence = time.time() - last
+    if last and silence > _LEAST_REAP_TIMEOUT + adapter._heartbeat_interval and adapter.is_healthy:
+        logger.warning(
+            "this worker was silent for %.0f s, and the LMCache server may have dropped it; "
+            "registering again",
+            silence,
+        )
+        adapter._health_event.clear()
 
 
 def unregister(adapter: Any) -> None:

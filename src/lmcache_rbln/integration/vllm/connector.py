@@ -113,13 +113,13 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
         super().register_kv_caches(dict(self._caches))
         self._registered = dict(self._caches)
         compat.start_heartbeat(self.worker_adapter)
-        logger.info("%d layers of KV cache are registered with LMCache", len(self._registered))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step; the first one registers the caches where nobody has."""
         super().bind_connector_metadata(connector_metadata)
         if self.role == KVConnectorRole.WORKER:
             self.finalize_kv_cache_registration()
+            compat.suspect_silence(self.worker_adapter)
 
     # -- worker --------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose stores are over, and those whose loads are; each of them once."""
-        abandoned = compat.abandoned_loads(self._get_connector_metadata())
+        abandoned = compat.abandoned_loads(self._connector_metadata)
         result: tuple[set[str] | None, set[str] | None] = super().get_finished(
             finished_req_ids - abandoned
         )
