@@ -10,6 +10,9 @@ import numpy as np
 
 LAYOUTS = ("blocks_first", "kv_first", "mla")
 
+#: vLLM's layout on other devices, ``[2, num_blocks, block_size, num_heads, head_size]``.
+HOST_LAYOUT = "nhd"
+
 #: What a block holds before anything is written to it.
 WIPED = 0xA5
 
@@ -54,6 +57,7 @@ class Geometry:
         return {
             "blocks_first": (self.num_blocks, 2, *block),
             "kv_first": (2, self.num_blocks, *block),
+            HOST_LAYOUT: (2, self.num_blocks, self.block_size, self.num_heads, self.head_size),
             "mla": (self.num_blocks, self.block_size, self.width),
         }[self.layout]
 
@@ -100,6 +104,8 @@ class PagedCache:
         g = self.geometry
         if g.is_mla:
             return [layer[block]]
+        if g.layout == HOST_LAYOUT:
+            return [layer[p, block, :, h] for p in range(g.planes) for h in range(g.heads)]
         planes = layer[block] if g.layout == "blocks_first" else layer[:, block]
         return [planes[p, h, 0] for p in range(g.planes) for h in range(g.heads)]
 
@@ -133,6 +139,8 @@ class PagedCache:
         g = self.geometry
         if g.is_mla:
             host = layer[block].cpu()[None, None]
+        elif g.layout == HOST_LAYOUT:
+            host = layer[:, block].transpose(1, 2)
         elif g.layout == "blocks_first":
             host = layer[block].cpu()[:, :, 0]
         else:

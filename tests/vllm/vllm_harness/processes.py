@@ -17,10 +17,15 @@ class WorkerHung(AssertionError):
     """A worker gave no answer in time; the text has the stacks of its threads."""
 
 
+#: Index of a worker that sees no NPU, so that LMCache takes its CPU backend.
+HOST = -1
+
+
 class WorkerProcess:
-    """One worker process, with one NPU of its own."""
+    """One worker process, with the NPU of its index for itself."""
 
     def __init__(self, index: int, folder: Path, environment: dict[str, str]) -> None:
+        device = {"RBLN_SIM_NPUS": "0"} if index == HOST else {"RBLN_DEVICES": str(index)}
         self._log = folder / f"worker-{index}-{time.monotonic_ns()}.log"
         self._pipe, inherited = multiprocessing.Pipe()
         # The folder of this package and that of the tests: functions of either may be run.
@@ -33,7 +38,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 env={
                     **environment,
-                    "RBLN_DEVICES": str(index),
+                    **device,
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                 },
                 start_new_session=True,
