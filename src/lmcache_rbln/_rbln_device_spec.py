@@ -22,6 +22,7 @@ from lmcache_rbln.lmcache_compat import (
 
 if TYPE_CHECKING:
     from lmcache.v1.platform.base.device_ops import DeviceOps
+    from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 
 logger = init_logger("lmcache_rbln.device_spec")
 
@@ -59,6 +60,13 @@ class RblnDeviceSpec(DeviceSpec):  # type: ignore[misc]  # LMCache ships no type
         from lmcache_rbln.device_ops import RblnDeviceOps
 
         return RblnDeviceOps
+
+    @property
+    def pin_memory_backend(self) -> type[PinMemoryBackend]:
+        """What makes the server's shared memory ready for transfers; imported on access."""
+        from lmcache_rbln.pin_memory import RblnPinMemoryBackend
+
+        return RblnPinMemoryBackend
 
     def get_ops(self) -> DeviceOps:
         """Return the process's operations; the first call is LMCache's selection, and is logged."""

@@ -93,6 +93,12 @@ def scatter(
     _transfer(paged, block_ids, chunks, blocks_per_chunk, skip_blocks, gathering=False)
 
 
+def is_running() -> bool:
+    """Whether any transfer of this process runs at this moment."""
+    shared = _current
+    return shared is not None and bool(shared.running)
+
+
 def _transfer(
     paged: PagedKV,
     block_ids: Sequence[int],
@@ -117,7 +123,12 @@ def _transfer(
         if steps:
             _wait_for_engine(paged.device)
             move = route.gather if gathering else route.scatter
-            _share_out(steps, move, paged.device, shared.helpers)
+            this_thread = threading.get_ident()
+            shared.running.add(this_thread)
+            try:
+                _share_out(steps, move, paged.device, shared.helpers)
+            finally:
+                shared.running.discard(this_thread)
 
 
 class _Route(ABC):
@@ -306,11 +317,11 @@ def _order(
     num_heads: int,
 ) -> npt.NDArray[np.intp]:
     """Where in staging the rows of one plane of a chunk are: by layer, token, head."""
-    layers = np.arange(num_layers, dtype=np.intp) * layer_rows
-    tokens = np.arange(num_tokens, dtype=np.intp)
-    tokens = tokens // block_tokens * block_stride + tokens % block_tokens
-    heads = np.arange(num_heads, dtype=np.intp) * block_tokens
-    order: npt.NDArray[np.intp] = (layers[:, None, None] + tokens[:, None] + heads).reshape(-1)
+    layers = np.arange(num_layers) * layer_rows
+    blocks, tokens = np.divmod(np.arange(num_tokens), block_tokens)
+    heads = np.arange(num_heads) * block_tokens
+    in_plane = (blocks * block_stride + tokens)[:, None] + heads
+    order: npt.NDArray[np.intp] = np.ravel(layers[:, None, None] + in_plane).astype(np.intp)
     order.flags.writeable = False
     return order
 
@@ -400,6 +411,8 @@ class _Shared:
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
+        #: Threads that called for a transfer now.
+        self.running: set[int] = set()
         self.helpers = HelperThreads(_HELPERS, _IDLE_S, may_end=self._release_unused)
 
     def _release_unused(self) -> bool:
