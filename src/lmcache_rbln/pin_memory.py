@@ -249,8 +249,9 @@ def _register(ptr: int, size: int) -> str:
     function = _register_function()
     if function is None:
         return "this torch-rbln has no register_host_memory"
-    if not torch.rbln.is_initialized():  # type: ignore[attr-defined]
-        return "this process has opened no NPU"  # a server, for which none may be opened
+    rbln = torch.rbln  # type: ignore[attr-defined]
+    if not any(rbln.memory_allocated(index) for index in range(rbln.device_count())):
+        return "this process uses no NPU"  # a server, for which none may be opened
     try:
         function(ptr, size)
     except Exception as exc:

@@ -220,8 +220,9 @@ def test_registered_where_torch_rbln_can(
     monkeypatch.setattr(
         rbln, "unregister_host_memory", lambda *a: calls.append(("undo", *a)), raising=False
     )
-    torch.zeros(1, device="rbln")
+    held = torch.zeros(1, device="rbln")  # what a server has not
     assert backend.pin_memory(pool.address, pool.size) is True
     assert backend.unpin_memory(pool.address) is True
     assert calls == [(pool.address, pool.size), ("undo", pool.address)]
+    del held
     assert pool.committed() == 0
