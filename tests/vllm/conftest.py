@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lmcache_rbln.simulator.engine
 import pytest
+
+import lmcache_rbln.simulator.engine
 
 #: Longest that one test may take, in seconds; all waits in the harness are shorter.
 LIMIT = 240.0
+
 
 def _is_installed(name: str) -> bool:
     # By its metadata: importing vLLM loads torch, which must find the simulated runtime first,
@@ -159,7 +161,9 @@ def engines(
 
     made: list[Engine] = []
 
-    def make(server_url: str, geometry: Any, *, workers: tuple[int, ...] = (0,), **rest: Any) -> Any:
+    def make(
+        server_url: str, geometry: Any, *, workers: tuple[int, ...] = (0,), **rest: Any
+    ) -> Any:
         model = rest.pop("model", tmp_path / "model")
         engine = Engine([worker_pool(i) for i in workers], server_url, model, geometry, **rest)
         made.append(engine)

@@ -185,7 +185,8 @@ def test_settings(
 
 
 @pytest.mark.parametrize(
-    "text", ["kv-host", "tcp://kv-host", "kv-host:0", "kv-host:70000", "a:1,b:2", "tcp://a b:5", ":5"]
+    "text",
+    ["kv-host", "tcp://kv-host", "kv-host:0", "kv-host:70000", "a:1,b:2", "tcp://a b:5", ":5"],
 )
 def test_settings_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(settings.SERVER_VARIABLE, text)

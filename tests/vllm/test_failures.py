@@ -11,7 +11,7 @@ import pytest
 from vllm_harness import probes
 from vllm_harness.engine import CONNECTORS, prompt
 from vllm_harness.kv import LAYOUTS, Geometry
-from vllm_harness.worker import WrongKV
+from vllm_harness.worker import WrongKVError
 
 CHUNK = 64
 
@@ -190,7 +190,7 @@ def test_a_failed_load_after_a_local_hit_stores_nothing_wrong(
     With blocks larger than a step, as on RBLN, a chunk's blocks are allocated long before its
     tokens are computed.
     """
-    expect_defect(request, connector, "a chunk is stored before it is computed", WrongKV)
+    expect_defect(request, connector, "a chunk is stored before it is computed", WrongKVError)
     geometry = Geometry(layout, block_size=128, num_blocks=16)
     engine = engines(servers(128), geometry, connector=connector, max_batched_tokens=64)
     tokens = prompt(50, 600)

@@ -61,7 +61,8 @@ class _Both:
 
     def result(self, timeout: float | None = None) -> bool:
         # Both are asked, so that a failure of either is logged by LMCache as ever.
-        return all([store.result(timeout=timeout) for store in self._stores])
+        results = [store.result(timeout=timeout) for store in self._stores]
+        return all(results)
 
 
 def keep_stores(adapter: Any) -> None:
@@ -139,9 +140,7 @@ def unregister(adapter: Any) -> None:
         return
     context.flush_inflight_stores()
     try:
-        answer = _request(
-            adapter, "unregister_kv_cache_engine_driven_context", adapter.instance_id
-        )
+        answer = _request(adapter, "unregister_kv_cache_engine_driven_context", adapter.instance_id)
         if not answer.wait(adapter._mq_timeout):
             logger.warning("the LMCache server did not confirm that the old KV caches are gone")
     finally:

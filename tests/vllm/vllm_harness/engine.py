@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
 from vllm_harness.kv import Geometry
 from vllm_harness.processes import WorkerProcess
 from vllm_harness.worker import Row, WorkerConfig

@@ -115,7 +115,9 @@ class PagedCache:
         positions = np.arange(start, len(tokens))
         for index, layer in enumerate(self.layers.values()):
             content = expected(g, self.rank, index, tokens[start:], positions)
-            host = self._torch.from_numpy(content.view(f"i{g.itemsize}" if g.itemsize > 1 else "u1"))
+            host = self._torch.from_numpy(
+                content.view(f"i{g.itemsize}" if g.itemsize > 1 else "u1")
+            )
             host = host.flatten(0, 1)
             if self._pinned:
                 host = host.pin_memory()

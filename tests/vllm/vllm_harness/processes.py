@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-class WorkerHung(AssertionError):
+class WorkerHungError(AssertionError):
     """A worker gave no answer in time; the text has the stacks of its threads."""
 
 
@@ -65,18 +65,18 @@ class WorkerProcess:
         """The answer to the oldest call without one.
 
         Raises:
-            WorkerHung: There is none in time.
+            WorkerHungError: There is none in time.
             BaseException: What the call raised in the worker.
         """
         if not self._pipe.poll(timeout):
             stacks = self.stacks()
             self.kill()
-            raise WorkerHung(f"no answer within {timeout:g} s:\n{stacks}")
+            raise WorkerHungError(f"no answer within {timeout:g} s:\n{stacks}")
         try:
             good, value = self._pipe.recv()
         except EOFError:
             self._process.wait(10)
-            raise WorkerHung(
+            raise WorkerHungError(
                 f"the worker ended with {self._process.returncode}:\n{self.tail()}"
             ) from None
         self._unanswered -= 1
@@ -104,7 +104,7 @@ class WorkerProcess:
             unanswered = self._unanswered
             try:
                 self.receive(timeout)
-            except WorkerHung:
+            except WorkerHungError:
                 return
             except Exception:
                 if self._unanswered == unanswered:

@@ -9,6 +9,7 @@ connector's life within a step is vLLM's own ``KVConnectorModelRunnerMixin``.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -45,7 +46,7 @@ class Row:
     num_computed: int
 
 
-class WrongKV(AssertionError):
+class WrongKVError(AssertionError):
     """A forward pass would have read KV that is not the KV of its tokens."""
 
 
@@ -114,7 +115,9 @@ class Runner:
             for row in rows:
                 wrong = self.cache.check(row.blocks, row.tokens[: row.num_computed])
                 if wrong:
-                    raise WrongKV(f"request {row.request_id}, {row.num_computed} tokens: {wrong}")
+                    raise WrongKVError(
+                        f"request {row.request_id}, {row.num_computed} tokens: {wrong}"
+                    )
             for row in rows:
                 self.cache.write(row.blocks, row.tokens, row.num_computed)
             for name, layer in self.cache.layers.items():
@@ -206,6 +209,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Under the name that the test process pickles its classes by.
-    from vllm_harness import worker
-
-    worker.main()
+    importlib.import_module("vllm_harness.worker").main()

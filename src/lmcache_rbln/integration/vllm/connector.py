@@ -45,7 +45,9 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
         ConnectionError: The server does not answer, or does not serve engine-driven workers.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
         _refuse_unworkable(vllm_config, kv_cache_config)
         extra_config = settings.with_server(
             vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -74,7 +76,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
                 )
         elif vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
             logger.warning(
-                "kv_load_failure_policy is \"fail\" (vLLM's default): a request whose cached KV "
+                'kv_load_failure_policy is "fail" (vLLM\'s default): a request whose cached KV '
                 "cannot be loaded fails, though the engine could recompute it. Set "
                 '"kv_load_failure_policy":"recompute" in --kv-transfer-config (with MultiConnector: '
                 "in the outer one)."
@@ -126,7 +128,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Return when no store reads a block of a preempted request any more."""
         super().handle_preemptions(kv_connector_metadata)
-        if self.role == KVConnectorRole.WORKER and kv_connector_metadata.need_flush_before_forward:
+        if getattr(kv_connector_metadata, "need_flush_before_forward", False):
             compat.flush_while_unreachable(self.worker_adapter)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

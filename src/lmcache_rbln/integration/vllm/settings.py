@@ -21,7 +21,9 @@ DEFAULT_SERVER = "tcp://127.0.0.1:5555"
 SERVER_URLS_KEY = "lmcache.mp.server_urls"
 _SERVER_KEYS = (SERVER_URLS_KEY, "lmcache.mp.host", "lmcache.mp.port")
 
-_ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?:\[[0-9a-fA-F:.]+\]|[^\s:/,\[\]]+):(?P<port>\d{1,5})")
+_ADDRESS = re.compile(
+    r"(?:[a-z][a-z0-9+.-]*://)?(?:\[[0-9a-fA-F:.]+\]|[^\s:/,\[\]]+):(?P<port>\d{1,5})"
+)
 
 
 def with_server(extra_config: Mapping[str, Any]) -> dict[str, Any]:
