@@ -95,11 +95,11 @@ def without_runtime() -> str:
 
 @contextlib.contextmanager
 def holding_npu(host: str) -> Iterator[int]:
-    """A process that holds NPU 0 of a simulated host; its process id."""
+    """A process that holds NPU 0 of a simulated host, of its two; its process id."""
     code = "import torch; torch.zeros(1, device='rbln:0'); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "RBLN_SIM_HOST": host},
+        env={**os.environ, "RBLN_SIM_HOST": host, "RBLN_DEVICES": "0"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -127,6 +127,7 @@ def test_good_host() -> None:
     assert "instead of the bundled lmcache" in report.checks["LMCache's backend"]["found"]
     assert "LMCACHE_RBLN_KV_LAYOUT=kv_first" in report.checks["settings"]["found"]
     assert report.page["versions"]["torch-rbln"] == "0.12.0"
+    assert report.page["simulated"] is True
     report.expect("RBLN runtime", "ok", "ABI 6 to 6", "")
 
 
@@ -140,7 +141,7 @@ def test_it_imports_neither_torch_nor_lmcache(capfd: pytest.CaptureFixture[str])
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
     screen = capfd.readouterr().out
     assert "LOADED 0 []" in screen
-    assert "Serving would work." in screen
+    assert "Serving would work, on simulated NPUs." in screen
     assert "\x1b[" not in screen
 
 
@@ -234,15 +235,19 @@ def test_npu_held() -> None:
     host = simulator.unique_host("doctor")
     with holding_npu(host) as pid:
         alone = examine(RBLN_SIM_HOST=host, RBLN_SIM_NPUS="1")
-        opened = examine("--open", RBLN_SIM_HOST=host, RBLN_SIM_NPUS="1")
-        beside = examine(RBLN_SIM_HOST=host, RBLN_SIM_NPUS="2", RBLN_DEVICES="1")
-    name = Path(sys.executable).name
-    who = f"held: NPU 0 by {name} (pid {pid})"
-    for report in (alone, opened):
-        assert report.failed == ["NPUs in use"]
-        report.expect("NPUs in use", "failed", who, f"end process {pid}, or choose free NPUs with")
-    assert "opening failed" in opened.checks["NPUs in use"]["found"]
-    assert beside.failed == []
+        opened = examine("--open", RBLN_SIM_HOST=host)
+        beside = examine("--open", RBLN_SIM_HOST=host, RBLN_DEVICES="1")
+    who = f"held: NPU 0 by {Path(sys.executable).name} (pid {pid})"
+    assert alone.failed == opened.failed == ["NPUs in use"]
+    alone.expect("NPUs in use", "failed", who, f"end process {pid}")
+    opened.expect(
+        "NPUs in use", "failed", who, f"end process {pid}, or use what is free: RBLN_DEVICES=1"
+    )
+    assert (
+        "opening failed: rbln:0: rbln_register_device_id" in opened.checks["NPUs in use"]["found"]
+    )
+    assert beside.failed == [], beside.page
+    beside.expect("NPUs in use", "ok", "opened rbln:0 and gave them back", "")
 
 
 def test_unsupported_lmcache(tmp_path: Path) -> None:

@@ -271,25 +271,25 @@ def _held(facts: Facts) -> Check:
         holders = _npu_holders.of_nodes()
         numbers = _npu_holders.device_nodes()
     mine = chosen_npus(os.environ, numbers)
+    taken = {holder.npu for holder in holders}
+    free = [str(index) for index, number in enumerate(numbers) if number not in taken]
     holders = [holder for holder in holders if holder.npu in mine]
-    who = ", ".join(map(str, holders))
+    who = f"held: {', '.join(map(str, holders))}" if holders else ""
+    # torch-rbln 0.12.0 takes all NPUs that it sees at its first use of any.
     choose = (
-        f"end {' and '.join(f'process {pid}' for pid in sorted({h.pid for h in holders}))}"
+        "end " + " and ".join(f"process {pid}" for pid in sorted({h.pid for h in holders}))
         if holders
         else "end the process that holds it (rbln-smi lists it)"
     )
-    choose += ", or choose free NPUs with RBLN_DEVICES"
+    choose += f", or use what is free: RBLN_DEVICES={','.join(free)}" if holders and free else ""
     if opened is not None:
-        if opened.get("errors") or opened.get("error"):
-            errors = "; ".join(opened.get("errors") or [str(opened.get("error"))])
-            held = f"held: {who}; " if who else ""
-            return failed(name, f"{held}opening failed: {' '.join(errors.split())[:300]}", choose)
+        errors = opened.get("errors", []) + [opened[key] for key in ("error",) if key in opened]
+        if errors:
+            text = " ".join("; ".join(errors).split())[:300]
+            return failed(name, f"{who}{who and '; '}opening failed: {text}", choose)
         return ok(name, f"opened {', '.join(opened['opened'])} and gave them back")
-    free = [number for number in mine if number not in {holder.npu for holder in holders}]
-    if holders and not free:
-        return failed(name, f"held: {who}", choose)
     if holders:
-        return warning(name, f"held: {who}; free: {', '.join(map(str, free))}", choose)
+        return failed(name, who, choose)
     return ok(name, "held by no process that this user may see (--open tries for real)")
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from rich.console import Console
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                 _doctor_server.parse_address(address, port)
     except ValueError as exc:
         args.parser.error(str(exc))
-    checks = diagnose(
+    diagnosis = diagnose(
         server=args.server,
         http_address=args.http,
         block_size=args.block_size,
@@ -105,12 +105,29 @@ def run(args: argparse.Namespace) -> int:
         open_npus=args.open,
     )
     seconds = time.monotonic() - started
-    good = not any(check.status is Status.FAILED for check in checks)
     if args.json:
-        print(json.dumps(_report(checks, good, seconds), indent=2))
+        print(json.dumps(_report(diagnosis, seconds), indent=2))
     else:
-        _show(Console(), checks, good)
-    return 0 if good else 1
+        _show(Console(), diagnosis)
+    return 0 if diagnosis.good else 1
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The outcome of all checks.
+
+    Attributes:
+        checks: in the order of the report.
+        simulated: whether the RBLN runtime of this environment is the simulated one.
+    """
+
+    checks: tuple[Check, ...]
+    simulated: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether no check failed."""
+        return not any(check.status is Status.FAILED for check in self.checks)
 
 
 def diagnose(
@@ -120,7 +137,7 @@ def diagnose(
     block_size: int | None = None,
     engine: bool = True,
     open_npus: bool = False,
-) -> list[Check]:
+) -> Diagnosis:
     """Run all checks.
 
     Args:
@@ -143,7 +160,7 @@ def diagnose(
     if seen is not None:
         checks += _doctor_server.checks(seen, facts, block_size)
     checks.append(_doctor_host.memlock(seen.pool_nbytes if seen is not None else None))
-    return checks
+    return Diagnosis(tuple(checks), bool(facts.get("runtime", {}).get("simulated")))
 
 
 class _Probe:
@@ -202,16 +219,18 @@ class _Probe:
         )
 
 
-def _report(checks: list[Check], good: bool, seconds: float) -> dict[str, Any]:
+def _report(diagnosis: Diagnosis, seconds: float) -> dict[str, Any]:
     return {
-        "ok": good,
+        "ok": diagnosis.good,
+        "simulated": diagnosis.simulated,
         "seconds": round(seconds, 2),
         "versions": {name: _doctor_host.installed(name) or None for name in _DISTRIBUTIONS},
-        "checks": [{**asdict(check), "status": check.status.value} for check in checks],
+        "checks": [{**asdict(check), "status": check.status.value} for check in diagnosis.checks],
     }
 
 
-def _show(console: Console, checks: list[Check], good: bool) -> None:
+def _show(console: Console, diagnosis: Diagnosis) -> None:
+    checks = diagnosis.checks
     console.print(f"lmcache-rbln {__version__} doctor", highlight=False)
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -228,5 +247,6 @@ def _show(console: Console, checks: list[Check], good: bool) -> None:
             )
     counts = {status: sum(check.status is status for check in checks) for status in Status}
     summary = f"{counts[Status.FAILED]} failed, {counts[Status.WARNING]} warnings. "
-    summary += "Serving would work." if good else "Serving would not work."
-    console.print(Text(summary, "bold green" if good else "bold red"))
+    summary += "Serving would work" if diagnosis.good else "Serving would not work"
+    summary += ", on simulated NPUs." if diagnosis.simulated else "."
+    console.print(Text(summary, "bold green" if diagnosis.good else "bold red"))
