@@ -11,9 +11,9 @@ lmcache_rbln.transfer.failures  {call}   device operations that raised
 ==============================  =======  =========================================================
 
 They belong to OpenTelemetry's global meter provider, which LMCache's own metrics use: whoever
-sets one in the worker exports them. LMCache (0.5.4 to 0.5.6) sets one in its server only; in a
-vLLM worker the counters are therefore kept in Prometheus's multi-process files too, which vLLM
-serves at its ``/metrics``. No port is opened here.
+sets one in the worker exports them. LMCache (0.5.4 to 0.5.6) sets one in its server only; where
+``PROMETHEUS_MULTIPROC_DIR`` is set the counters are therefore kept in Prometheus's multi-process
+files too, which vLLM serves at its ``/metrics``. No port is opened here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ __all__ = ["counted"]
 
 logger = init_logger("lmcache_rbln.transfer")
 
-#: Where vLLM has its processes leave their Prometheus counters; set before a worker starts.
+#: Where vLLM's processes leave their Prometheus counters; vLLM sets it for several API servers, a
+#: user for one.
 _PROMETHEUS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 _DESCRIPTIONS = {

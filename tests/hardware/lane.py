@@ -28,6 +28,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-m", "lmcache_rbln.cli")
+PYTEST = ("-m", "pytest", "-m", "hardware", "tests/hardware", "-v", "-p", "no:cacheprovider")
 
 
 @dataclass
@@ -140,8 +141,7 @@ def tests(step: Step, folder: Path) -> Step:
     junit = folder / "junit.xml"
     code = command(
         step,
-        [sys.executable, "-m", "pytest", "-m", "hardware", "tests/hardware", "-v"]
-        + [f"--junitxml={junit}", "-p", "no:cacheprovider"],
+        [sys.executable, *PYTEST, f"--junitxml={junit}"],
         3600,
     )
     if junit.exists():

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +271,14 @@ def test_server_down() -> None:
     )
 
 
+def test_something_else_at_the_servers_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        report = examine("--server", address, "--http", "127.0.0.1:9")
+    assert report.failed[0] == "server"
+    report.expect("server", "failed", "does not answer as an LMCache server", "check the port")
+
+
 def test_server_in_lmcache_driven_mode() -> None:
     with LMCacheServer(
         chunk_size=1024, pool_gb=0.05, arguments=["--supported-transfer-mode", "lmcache_driven"]
@@ -443,6 +454,29 @@ def test_holders_of_device_nodes(tmp_path: Path) -> None:
 )
 def test_addresses(text: str, expected: tuple[str, int]) -> None:
     assert _doctor_server.parse_address(text, 5555) == expected
+
+
+@pytest.mark.parametrize("page", ["[]", "{}", "nonsense", '{"mp": {"port": 7}}'])
+def test_pages_that_are_not_this_servers(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write((page if self.path != "/lmc_version" else '"1.0"').encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as web:
+        thread = threading.Thread(target=web.serve_forever)
+        thread.start()
+        seen = _doctor_server.look("127.0.0.1:9", f"127.0.0.1:{web.server_port}")
+        web.shutdown()
+        thread.join()
+    # An empty object is a page that tells nothing.
+    assert bool(seen.pages_missing) is (page != "{}")
+    assert seen.config == {}
+    list(_doctor_server.checks(seen, {}, None))
 
 
 @pytest.mark.parametrize(

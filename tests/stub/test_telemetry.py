@@ -122,7 +122,7 @@ def test_counters_at_the_endpoint_that_lmcache_sets_up() -> None:
 
 
 def test_counters_at_vllms_endpoint(tmp_path: Path) -> None:
-    """vLLM gathers the files of its workers in the process that serves ``/metrics``."""
+    """vLLM gathers the files of its workers in the process that serves ``/metrics`` (vLLM 0.30)."""
     run(TRANSFERS, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     gather = """
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
@@ -191,7 +191,9 @@ def test_what_was_agreed_at_registration(shared: bool) -> None:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    said = [line for line in ours(done.stderr) if "registered" in line or "pickled" in line]
+    said = [
+        line for line in ours(done.stderr) if "KV cache registered" in line or "pickled" in line
+    ]
     if shared:
         agreed, fallen_back, warning = said
         assert agreed == f"{GEOMETRY}transport shared memory, stores synchronous"

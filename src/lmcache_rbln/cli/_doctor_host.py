@@ -433,7 +433,8 @@ def _backend(facts: Facts) -> Check:
     chosen = f"{found['spec']} for {found['device']}{because}"
     if found["spec"] == OUR_SPEC:
         instead = f", instead of the bundled {found['taken_over']}" if found["taken_over"] else ""
-        return ok(name, f"{chosen}{instead}")
+        why = "" if pins else ", since torch-rbln sees an NPU"
+        return ok(name, f"{chosen}{why}{instead}")
     if not facts.get("npu", {}).get("available"):
         return failed(
             name,

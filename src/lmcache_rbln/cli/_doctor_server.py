@@ -124,10 +124,16 @@ def look(server: str, http_address: str) -> Server:
     pages: dict[str, Any] = {}
     missing = ""
     try:
-        for page in ("config", "status", "lmc_version"):
-            pages[page] = _page(http_host, http_port, page)
+        for page, kind in (("config", dict), ("status", dict), ("lmc_version", str)):
+            pages[page] = _page(http_host, http_port, page, kind)
+        # The default port may be another server's.
+        theirs = pages["config"].get("mp", {}).get("port")
+        if port and theirs and theirs != port:
+            missing = f"they are those of the server at port {theirs}"
     except (OSError, http.client.HTTPException, ValueError) as exc:
         missing = f"{type(exc).__name__}: {exc}"
+    if missing:
+        pages = {}
     if not port:
         port = int(pages.get("config", {}).get("mp", {}).get("port", DEFAULT_PORT))
     return Server(
@@ -143,7 +149,7 @@ def look(server: str, http_address: str) -> Server:
     )
 
 
-def _page(host: str, port: int, name: str) -> Any:
+def _page(host: str, port: int, name: str, kind: type) -> Any:
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
     try:
         connection.request("GET", f"/{name}")
@@ -153,7 +159,10 @@ def _page(host: str, port: int, name: str) -> Any:
         connection.close()
     if response.status != http.HTTPStatus.OK:
         raise ValueError(f"the page /{name} answered {response.status}")
-    return json.loads(body)
+    page = json.loads(body)
+    if not isinstance(page, kind):
+        raise ValueError(f"the page /{name} is not LMCache's")
+    return page
 
 
 def _connect(host: str, port: int) -> str:
