@@ -29,7 +29,7 @@ def test_settings_that_come_too_late():
 def plain():
     """Run a script in a process that has no runtime, simulated or real."""
 
-    def run(text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    def run(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {
             name: value
             for name, value in os.environ.items()

@@ -148,9 +148,9 @@ def test_a_cache_that_cannot_be(monkeypatch, tmp_path):
 def test_the_real_library(runtime):
     """The one in use: compiled here, without a warning from the compiler."""
     assert os.path.samefile(simulator.library_path(), simulator.build())
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
     warnings = subprocess.run(
-        [*_build.compiler(), "-std=c++17", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
-        + ["-fsyntax-only", *map(str, sorted(_build.SOURCES.glob("*.cpp")))],
+        [*_build.compiler(), *flags, *map(str, sorted(_build.SOURCES.glob("*.cpp")))],
         capture_output=True,
         text=True,
         check=False,
