@@ -111,6 +111,16 @@ class RblnPinMemoryBackend(PinMemoryBackend):  # type: ignore[misc]  # LMCache s
             torch.rbln.unregister_host_memory(ptr)  # type: ignore[attr-defined]
         return registered or prefault is not None
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until what runs in the background has ended; whether there was anything, and it has.
+
+        Args:
+            timeout: Seconds to wait at most for each pool.
+        """
+        with self._lock:
+            prefaults = list(self._prefaults.values())
+        return bool(prefaults) and all(prefault.wait(timeout) for prefault in prefaults)
+
     def _start_prefault(self, ptr: int, size: int) -> str:
         """Start faulting in; says what is done, or why nothing is."""
         if not _prefault_wanted():

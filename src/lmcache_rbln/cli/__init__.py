@@ -11,7 +11,7 @@ from lmcache_rbln import __version__
 
 #: Modules of this package, in the order that the help lists them. Each has
 #: ``add_parser(subparsers)``, which sets the default ``run``: ``run(args) -> exit code``.
-COMMANDS = ("doctor", "demo", "serve", "simulate")
+COMMANDS = ("doctor", "demo", "bench", "serve", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
