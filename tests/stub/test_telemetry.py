@@ -185,6 +185,8 @@ def test_what_was_agreed_at_registration(shared: bool) -> None:
     with LMCacheServer(chunk_size=32, pool_gb=0.05, shared_memory=shared) as server:
         done = subprocess.run(
             [sys.executable, "-c", REGISTER, server.url, str(server.shm_path or "")],
+            # With the guard, a segment that cannot be mapped is refused.
+            env={**os.environ, "LMCACHE_RBLN_GUARD": "0"},
             capture_output=True,
             text=True,
             timeout=240,

@@ -21,8 +21,14 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lmcache_rbln"
 DOCUMENT = ROOT / "docs" / "troubleshooting.md"
 
-#: Raised by Python's own rules or to end the process, not to tell a user something.
-NOT_FOR_USERS = {"AssertionError", "AttributeError", "NotImplementedError", "SystemExit"}
+#: Raised by Python's own rules, to end the process, or for argparse, which says what is wrong itself.
+NOT_FOR_USERS = {
+    "ArgumentTypeError",
+    "AssertionError",
+    "AttributeError",
+    "NotImplementedError",
+    "SystemExit",
+}
 
 #: Functions that make an exception, and what they add to their argument.
 MAKERS = {"not_modelled": " is not modelled by the simulated RBLN compiler"}

@@ -313,7 +313,7 @@ def _transport(server: Server) -> Check:
             return failed(
                 name,
                 f"shared memory, but {segment} is not visible here: server and engine are in "
-                "different IPC namespaces, and workers fall back to pickle",
+                "different IPC namespaces, and workers refuse to register",
                 "run both with the same /dev/shm: docker --ipc=host for both, or "
                 "--ipc=container:SERVER for the engine",
             )

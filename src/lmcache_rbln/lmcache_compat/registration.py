@@ -95,9 +95,10 @@ def _report(context: Any, layers: list[Any], blocks_in_chunk: int) -> None:
         return
     if offer:
         logger.warning(
-            "The LMCache server offers the shared memory %s, but this worker cannot map it, and "
-            "chunks are pickled instead, 10 to 50 times slower: run server and worker with the "
-            "same /dev/shm (containers: --ipc=host, or --ipc=container:NAME).",
+            "The LMCache server offers the shared memory %s, but this worker cannot map it and "
+            "pickles, which LMCache's server does not expect: nothing will be found again. Run "
+            "server and worker with the same /dev/shm (containers: --ipc=host, or "
+            "--ipc=container:NAME). LMCACHE_RBLN_GUARD=0 keeps this from being refused.",
             offer,
         )
     else:
