@@ -240,7 +240,8 @@ class Engine:
                 ),
             )
         for worker in self.workers:
-            worker.receive()
+            # A new process imports vLLM first.
+            worker.receive(150.0)
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(geometry.block_size, hash_function)
@@ -253,6 +254,7 @@ class Engine:
         )
         self.connector: Any = self.scheduler.connector
         self._note_loads()
+        self._note_events()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, len(self.workers))
         self._count = 0
         #: Every request ever added.
@@ -262,7 +264,10 @@ class Engine:
         #: Requests in the order of their end.
         self.finished: list[str] = []
         self.preemptions = 0
+        #: What the connector gave vLLM to publish.
         self.events: list[Any] = []
+        #: The connector's statistics, as the scheduler reports them.
+        self.statistics: list[Any] = []
         self.reports: list[Any] = []
 
     def _note_loads(self) -> None:
@@ -275,6 +280,16 @@ class Engine:
             tell(request, blocks, num_external_tokens)
 
         self.connector.update_state_after_alloc = told
+
+    def _note_events(self) -> None:
+        take = self.connector.take_events
+
+        def taken() -> list[Any]:
+            events = list(take())
+            self.events.extend(events)
+            return events
+
+        self.connector.take_events = taken
 
     # -- requests --------------------------------------------------------------------------
 
@@ -349,6 +364,8 @@ class Engine:
         self.reports.append(combined.kv_connector_output)
         outputs = self.scheduler.update_from_output(output, combined)
         for group in outputs.values():
+            if group.scheduler_stats is not None and group.scheduler_stats.kv_connector_stats:
+                self.statistics.append(group.scheduler_stats.kv_connector_stats)
             for item in group.outputs:
                 if item.finish_reason is not None:
                     self.finished.append(item.request_id)

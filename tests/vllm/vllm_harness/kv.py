@@ -131,6 +131,14 @@ class PagedCache:
                         run[first - start : last - start].view(self._dtype), non_blocking=True
                     )
 
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of a block, as vLLM-RBLN's sub-block prefix cache does."""
+        for layer in self.layers.values():
+            for old, new in zip(
+                self._views(layer, source), self._views(layer, target), strict=True
+            ):
+                new[:num_tokens].copy_(old[:num_tokens])
+
     def synchronize(self) -> None:
         if self._pinned:
             self._torch.rbln.synchronize()

@@ -100,6 +100,9 @@ class Runner:
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
         self.connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+        for copy in getattr(scheduler_output, "kv_cache_copy_ops", ()):
+            self.cache.synchronize()
+            self.cache.copy(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         if not rows:
             output = KVConnectorModelRunnerMixin.kv_connector_no_forward(
                 scheduler_output, self._config.vllm_config
