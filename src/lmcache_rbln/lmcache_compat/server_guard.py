@@ -165,11 +165,17 @@ def _guard_strategy(strategy: Any) -> None:
         context: Any,
         resolve_obj_keys: Any,
     ) -> bool:
+        at = self._transfer_key_factory(key, instance_id)
         said = guard_protocol.decode(cpu_data)
         if said is None and cpu_data != b"":
-            # A worker that could not map the segment sends the chunks themselves.
+            # A worker that could not map the segment sends the chunks themselves. What was reserved
+            # for it must go first: LMCache would find the chunks reserved, write nothing, report
+            # success, and publish the reservation in the end.
+            with self._pending_lock:
+                unused = self._pending_writes.pop(at, None)
+            if unused:
+                _discard(self._storage_manager, unused)
             return bool(commit(self, key, instance_id, cpu_data, context, resolve_obj_keys))
-        at = self._transfer_key_factory(key, instance_id)
         with self._pending_lock:
             pending = self._pending_writes.get(at)
             if not isinstance(pending, _Reservation) or (said and said[0] != pending.number):

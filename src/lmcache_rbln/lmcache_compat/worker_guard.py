@@ -6,10 +6,12 @@ engine-driven contexts, and the class of the future that the asynchronous one re
 Why: between "prepare" and "commit" the released contexts let go of nothing. A gather that raises
 leaves its reservation (see ``server_guard``), and the next store of the same tokens reports
 success with nothing stored; a device synchronize that fails after a scatter, or an unmapped slot,
-leaves read locks and stops the engine. And a segment that was cut short, or a full ``/dev/shm``,
-ends the worker with SIGBUS at the first touch.
+leaves read locks and stops the engine. A segment that was cut short, or a full ``/dev/shm``, ends
+the worker with SIGBUS at the first touch. And a worker that cannot map the segment falls back to
+pickle, which the server does not notice: every chunk is lost.
 With the guard a failed store gives its reservation up before its result is seen; a failed retrieve
-releases its locks and is reported as failed; a slot is checked and faulted in before it is used.
+releases its locks and is reported as failed; a slot is checked and faulted in before it is used; a segment
+that cannot be mapped refuses the registration.
 Where the server has no guard, a reservation cannot be given up: the worker warns once, and reports
 stores of the chunks concerned as failed.
 Versions: 0.5.4, 0.5.5, 0.5.6.
@@ -347,6 +349,8 @@ class _SlotMemory:
 
 def _install_submit(module: ModuleType) -> None:
     context = module.EngineDrivenTransferContext
+    create = _require(module, "create_engine_driven_context", "shm_name", "pool_size")
+    vars(module)["create_engine_driven_context"] = _refusing(create)
     store = _require(context, "submit_store", "key")
     retrieve = _require(context, "submit_retrieve", "key")
 
@@ -358,6 +362,34 @@ def _install_submit(module: ModuleType) -> None:
         return _reported(self, "retrieve", retrieve, release_retrieve, args, kwargs)
 
     context.submit_store, context.submit_retrieve = submit_store, submit_retrieve
+
+
+def _refusing(create: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(create)
+
+    def create_engine_driven_context(*args: Any, **kwargs: Any) -> Any:
+        """No falling back to pickle where the server goes on with shared memory.
+
+        LMCache's server is not told of it: it reserves shared memory for each store and offers
+        slots for each retrieve. So no retrieve ever works, stores report success with nothing
+        stored, and their reservations are published as zeros in the end.
+        """
+        import lmcache
+
+        created = create(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        offered = given["shm_name"] if given["pool_size"] > 0 else ""
+        if offered and not hasattr(created, "_shm") and lmcache.torch_device_type == "rbln":
+            created.close()
+            raise RuntimeError(
+                f"the LMCache server shares its memory as {offered}, which this worker cannot map "
+                "(LMCache's warning before this one says why), and LMCache's fallback loses every "
+                "chunk: run server and worker with the same /dev/shm (containers: --ipc=host, or "
+                "--ipc=container:NAME) and as the same user, or start the server without --shm-name"
+            )
+        return created
+
+    return create_engine_driven_context
 
 
 def _reported(
