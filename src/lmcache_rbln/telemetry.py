@@ -22,9 +22,10 @@ import functools
 import inspect
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from lmcache.logging import init_logger
 
@@ -37,6 +38,12 @@ logger = init_logger("lmcache_rbln.transfer")
 #: Where vLLM's processes leave their Prometheus counters; vLLM sets it for several API servers, a
 #: user for one.
 _PROMETHEUS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+#: Adds an amount, of a direction, to a counter.
+_Sink: TypeAlias = Callable[[float, str], None]
+
+_made: dict[str, list[_Sink]] = {}
+_making = threading.Lock()
 
 _DESCRIPTIONS = {
     "blocks": ("{block}", "KV blocks moved between NPU and host, all layers of a block as one."),
@@ -64,14 +71,12 @@ def counted(transfer: Callable[..., None]) -> Callable[..., None]:
         try:
             transfer(*args, **kwargs)
         except BaseException as exc:
-            _add("failures", 1, direction)
+            _count(direction, failures=1)
             logger.debug("%s failed: %s: %s", direction, type(exc).__name__, exc)
             raise
         seconds = time.perf_counter() - started
         blocks, nbytes = _moved(given)
-        _add("blocks", blocks, direction)
-        _add("bytes", nbytes, direction)
-        _add("seconds", seconds, direction)
+        _count(direction, blocks=blocks, bytes=nbytes, seconds=seconds)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "%s: %d blocks, %.1f MiB in %.2f ms (%.2f GB/s)",
@@ -95,37 +100,40 @@ def _moved(given: dict[str, Any]) -> tuple[int, int]:
     return blocks, blocks * int(given["shape_desc"].bs) * token_nbytes
 
 
-def _add(counter: str, amount: float, direction: str) -> None:
-    for add in _sinks()[counter]:
-        add(amount, direction)
+def _count(direction: str, **amounts: float) -> None:
+    # A transfer that is done must not fail for a metric.
+    try:
+        for name, amount in amounts.items():
+            for add in _sinks()[name]:
+                add(amount, direction)
+    except Exception as exc:
+        logger.debug("not counted: %r", exc)
 
 
-@functools.cache
-def _sinks() -> dict[str, list[Callable[[float, str], None]]]:
+def _sinks() -> Mapping[str, list[_Sink]]:
     """Where each counter goes; made at the first transfer, in the process that does it."""
-    sinks: dict[str, list[Callable[[float, str], None]]] = {name: [] for name in _DESCRIPTIONS}
-    for name, (unit, description) in _DESCRIPTIONS.items():
-        for make in (_open_telemetry, _prometheus):
-            # LMCache brings both packages, and does without them where they are missing.
-            try:
-                sink = make(name, unit, description)
-            except ImportError:
-                continue
-            if sink is not None:
-                sinks[name].append(sink)
-    return sinks
+    global _made
+    with _making:
+        if not _made:
+            _made = {
+                name: list(filter(None, (_open_telemetry(name, *how), _prometheus(name, *how))))
+                for name, how in _DESCRIPTIONS.items()
+            }
+    return _made
 
 
-def _open_telemetry(name: str, unit: str, description: str) -> Callable[[float, str], None] | None:
-    from opentelemetry import metrics
-
+def _open_telemetry(name: str, unit: str, description: str) -> _Sink | None:
+    try:
+        from opentelemetry import metrics
+    except ImportError:  # LMCache requires it, and does without it.
+        return None
     counter = metrics.get_meter("lmcache_rbln", __version__).create_counter(
         f"lmcache_rbln.transfer.{name}", unit=unit, description=description
     )
     return lambda amount, direction: counter.add(amount, {"direction": direction})
 
 
-def _prometheus(name: str, unit: str, description: str) -> Callable[[float, str], None] | None:
+def _prometheus(name: str, unit: str, description: str) -> _Sink | None:
     del unit
     if _PROMETHEUS_FOLDER not in os.environ:
         return None

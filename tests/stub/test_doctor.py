@@ -138,13 +138,13 @@ def test_it_imports_neither_torch_nor_lmcache(capfd: pytest.CaptureFixture[str])
     code = """
     import sys
     from lmcache_rbln.cli import main
-    code = main(["doctor", "--no-engine"])
-    print("LOADED", code, [name for name in ("torch", "lmcache") if name in sys.modules])
+    code = main(["doctor"])
+    print("LOADED", [name for name in ("torch", "lmcache", "vllm") if name in sys.modules])
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
     screen = capfd.readouterr().out
-    assert "LOADED 0 []" in screen
-    assert "Serving would work, on simulated NPUs." in screen
+    assert "LOADED []" in screen
+    assert ", on simulated NPUs." in screen
     assert "\x1b[" not in screen
 
 

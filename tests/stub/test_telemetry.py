@@ -134,6 +134,39 @@ def test_counters_at_vllms_endpoint(tmp_path: Path) -> None:
     check(samples(out))
 
 
+def test_a_metric_that_fails_fails_no_transfer(tmp_path: Path) -> None:
+    """The folder for the counters is gone, and the meter raises."""
+    broken = """
+    from opentelemetry import metrics
+    def get_meter(*_): raise OSError("no meter")
+    metrics.get_meter = get_meter
+    """
+    folder = str(tmp_path / "gone")
+    _, log = run(
+        textwrap.dedent(broken) + TRANSFERS,
+        PROMETHEUS_MULTIPROC_DIR=folder,
+        LMCACHE_LOG_LEVEL="DEBUG",
+    )
+    assert sum("not counted: OSError('no meter')" in line for line in ours(log)) == 4
+
+
+def test_first_transfers_at_once() -> None:
+    """The counters are made once, however many threads begin."""
+    threads = """
+    import threading
+    def store():
+        start.wait()
+        move(TransferDirection.D2H, [0, 1, 2, 3])
+    start = threading.Barrier(8)
+    workers = [threading.Thread(target=store) for _ in range(8)]
+    [worker.start() for worker in workers]; [worker.join() for worker in workers]
+    """
+    code = TRANSFERS.partition("move(TransferDirection.D2H")[0] + textwrap.dedent(threads)
+    _, log = run(code, LMCACHE_LOG_LEVEL="DEBUG")
+    assert [line for line in ours(log) if "not counted" in line] == []
+    assert sum(line.startswith("DEBUG store: 4 blocks") for line in ours(log)) == 8
+
+
 def check(counted: dict[str, float]) -> None:
     seconds = {name: counted.pop(name) for name in [*counted] if name.startswith("seconds")}
     assert set(seconds) == {"seconds store", "seconds retrieve"}
