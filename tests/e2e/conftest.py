@@ -95,7 +95,7 @@ def join(request, processes) -> Iterator[Callable[..., Worker]]:
         assert agreed["transport"] == ("shared memory" if server.shared_memory else "pickle")
         # The genuine torch-rbln offers what LMCache's asynchronous context needs.
         assert agreed["is_async"] == (store_mode != "sync")
-        return Worker(process, geometry, tokens=list(range(chunks * CHUNK)))
+        return Worker(process, server, geometry, tokens=list(range(chunks * CHUNK)))
 
     yield get
     for process in processes:

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass, field
 
 from lmcache_rbln.cli._known_kv import Geometry
-from lmcache_rbln.cli._worker_process import WorkerProcess
+from lmcache_rbln.cli._worker_process import WorkerFailed, WorkerProcess
+from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 
 CHUNK = 64
 TRANSPORTS = ("shared memory", "pickle")
@@ -33,13 +34,18 @@ class Worker:
     """A worker process with a cache registered for one test."""
 
     process: WorkerProcess
+    server: LMCacheServer
     geometry: Geometry
     tokens: list[int]
     seed: int = 1
     placed: list[tuple[int, int]] = field(default_factory=list)
 
     def call(self, command: str, **arguments):
-        return self.process.call(command, **arguments)
+        try:
+            return self.process.call(command, **arguments)
+        except WorkerFailed as error:
+            log = self.server.log_tail(60)
+            raise WorkerFailed(f"{error}\nThe server's log ends:\n{log}") from error
 
     def write(self, blocks: list[int], first_token: int = 0) -> None:
         """Wipe the cache, then put known content into blocks, in order from ``first_token`` on."""
