@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,7 +26,6 @@ import torch
 
 from lmcache_rbln import block_transfer, kv_layout, simulator
 from lmcache_rbln.cli._bench_models import Row
-from lmcache_rbln.device_ops import RblnDeviceOps
 from lmcache_rbln.transfer_plan import plan
 
 #: Between samples: threads that others left spinning (torch's, for a few milliseconds after a
@@ -84,6 +84,7 @@ class Setup:
 
     def ours(self) -> Way:
         """This package, as LMCache calls it: all checks included."""
+        import lmcache  # first: it loads backends while it initialises
         from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 
         class Shape:
@@ -92,7 +93,7 @@ class Setup:
         formats = EngineKVFormat
         mla = self.row.layout == "mla"
         move = functools.partial(
-            RblnDeviceOps().multi_layer_block_kv_transfer,
+            lmcache.device_ops.multi_layer_block_kv_transfer,
             self.layers,
             self.chunks,
             self.block_ids,
@@ -316,6 +317,8 @@ def about() -> dict[str, str]:
     """Versions, and what is measured."""
     import lmcache
 
+    if type(lmcache.device_ops).__module__ != "lmcache_rbln.device_ops":
+        raise RuntimeError(f"LMCache uses {type(lmcache.device_ops)}, not this package's backend")
     name = "simulated NPU"
     if not simulator.is_active():
         name = str(torch.rbln.get_device_name(0))  # type: ignore[attr-defined]
@@ -330,15 +333,8 @@ def about() -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Measure what the standard input asks for."""
-    out: IO[str] = os.fdopen(int(sys.argv[1]), "w")
-
-    def tell(**what: Any) -> None:
-        out.write(json.dumps(what) + "\n")
-        out.flush()
-
-    request = json.loads(sys.stdin.read())
+def answer(request: dict[str, Any], tell: Callable[..., None]) -> None:
+    """Measure what is asked for, telling each result."""
     if request["what"] == "end_to_end":
         from lmcache_rbln.cli import _bench_worker
 
@@ -361,6 +357,21 @@ def main() -> None:
         tell(result=link_gbps())
     for row in rows:
         tell(result=measure_row(row, request["samples"], kernels, lambda: tell(step="")))
+
+
+def main() -> None:
+    """Measure what the standard input asks for."""
+    out: IO[str] = os.fdopen(int(sys.argv[1]), "w")
+
+    def tell(**what: Any) -> None:
+        out.write(json.dumps(what) + "\n")
+        out.flush()
+
+    try:
+        answer(json.loads(sys.stdin.read()), tell)
+    except Exception:
+        tell(error=traceback.format_exc())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

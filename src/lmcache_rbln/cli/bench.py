@@ -344,6 +344,8 @@ def _ask(environment: dict[str, str], request: dict[str, Any], bar: _Bar) -> lis
             process.stdin.close()
             for line in answers:
                 answer = json.loads(line)
+                if "error" in answer:
+                    raise BenchFailed(f"the measuring process failed:\n{answer['error']}")
                 if "step" in answer:
                     step(answer["step"])
                 else:

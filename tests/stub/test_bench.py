@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark measures something, says what, and checks what it moves; its speeds are its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_rbln.cli import bench, main
+from lmcache_rbln.cli._bench_models import MODELS, Model, row_of
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lmcache_rbln.cli", "bench", *arguments],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+
+
+def test_models() -> None:
+    assert len(MODELS) >= 12
+    assert all(model.heads == 1 for model in MODELS.values() if model.mla)
+    assert MODELS["llama-3.1-8b"].on_one_of(4) == Model(32, 2, 128)
+    assert MODELS["llama-3.1-8b"].on_one_of(16) == Model(32, 1, 128)
+    assert MODELS["deepseek-v3"].on_one_of(16) == MODELS["deepseek-v3"]
+    with pytest.raises(ValueError, match="--tensor-parallel 3: expected a divisor or a multiple"):
+        MODELS["llama-3.1-8b"].on_one_of(3)
+
+
+def test_rows_have_the_size_asked_for() -> None:
+    row = row_of("blocks_first", MODELS["llama-3.1-8b"], 128, 2, False)
+    assert row.chunks * 32 == 256
+    assert row.title == "blocks-first, block 128, 2 a chunk"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--block-size", "0"], "expected a whole number above 0"),
+        (["--layout", "nhd"], "expected blocks_first or kv_first"),
+        (["--model", "gpt-2"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--mla-width", "64", "--heads", "2"], "MLA has neither --heads nor --head-size"),
+        (["--model", "kimi-k2", "--heads", "2"], "expected --mla-width"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert expected in capsys.readouterr().out
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = run(
+        "--layers", "4", "--heads", "2", "--head-size", "64", "--block-size", "16,64",
+        "--mib", "2", "--samples", "2", "--scattered", "--json", str(report),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "simulated NPU" in done.stdout
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["simulated"] is True
+    assert [result["row"]["block_size"] for result in found["results"]] == [16, 64] * 2
+    for result in found["results"]:
+        for direction in bench.DIRECTIONS:
+            ours = result["ways"]["ours"][direction]
+            assert ours["submissions"] > 0
+            # No transfer is faster than its bytes on the link.
+            assert ours["seconds"] > result["nbytes"] / found["link_gbps"][direction] / 1e9
+    # The installed LMCache's backend has K/V-first only.
+    layouts = {r["row"]["layout"] for r in found["results"] if "bundled" in r["ways"]}
+    assert layouts == {"kv_first"}
+
+
+def test_bytes_are_compared() -> None:
+    """What --accept does first, without the pre-release: on the NPU of this process."""
+    from lmcache_rbln.cli import _bench_measure
+
+    module = _bench_measure.bundled_kernels()
+    assert module is not None
+    for layout, model in (("kv_first", Model(3, 2, 16)), ("mla", Model(3, 1, 32, mla=True))):
+        row = row_of(layout, model, 16, 2, True, mib=0.05)
+        assert _bench_measure.check_row(row, {"bundled": module}) == []
+
+
+def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache_rbln.cli import _bench_measure
+
+    module = _bench_measure.bundled_kernels()
+    assert module is not None
+    right = module.gather_blocks_to_chunk_hnd
+
+    def wrong(layers: Any, ids: Any, chunk: Any) -> None:
+        right(layers, ids, chunk)
+        chunk.view(torch.uint8).view(-1)[0] ^= 1
+
+    monkeypatch.setattr(module, "gather_blocks_to_chunk_hnd", wrong)
+    row = row_of("kv_first", Model(3, 2, 16), 16, 2, False, mib=0.05)
+    assert "not those of bundled" in _bench_measure.check_row(row, {"bundled": module})[0]
