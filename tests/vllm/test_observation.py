@@ -17,6 +17,7 @@ from vllm_harness.kv import LAYOUTS, Geometry
 
 from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
 
+
 def test_events(
     own_server: Callable[..., Any], engines: Callable[..., Any], tmp_path: Path
 ) -> None:
