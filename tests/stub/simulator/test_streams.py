@@ -7,6 +7,7 @@ that without it the bytes are wrong.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 
@@ -14,17 +15,19 @@ import pytest
 import torch
 
 from lmcache_rbln import simulator
+from tests.stub.simulator.native import FAILURE, SUCCESS
 
 SIZE = 1 << 16
 ROUNDS = 20
 #: Up to this much late, so that 20 early reads in a row can't all be late enough.
-DELAY_US = 10_000
+DELAY_US = 20_000
 
 
 @pytest.fixture(autouse=True)
 def delays():
     simulator.set_delay(DELAY_US, seed=1)
     yield
+    simulator.clear_faults()
     torch.rbln.synchronize()
     settings = (os.environ.get(f"RBLN_SIM_{name}") or "0" for name in ("DELAY_US", "SEED"))
     simulator.set_delay(float(next(settings)), int(next(settings)))
@@ -130,12 +133,13 @@ def test_events_order_streams(ordered):
 def test_a_waiting_stream_does_not_block_the_host():
     middle, source = device(0), pinned(1)
     first, second = torch.rbln.Stream(), torch.rbln.Stream()
-    for _ in range(5):
-        with torch.rbln.stream(first):
-            middle.copy_(source, non_blocking=True)
-        second.wait_stream(first)
+    simulator.inject("h2v@1=hang=600")
+    with torch.rbln.stream(first):
+        middle.copy_(source, non_blocking=True)
+    second.wait_stream(first)
     event = second.record_event()
     assert not event.query()
+    simulator.clear_faults()  # ends the hang
     event.synchronize()
     assert first.query()
 
@@ -144,18 +148,20 @@ def test_a_wait_holds_what_was_recorded_when_it_was_made():
     target, one, two = device(0), pinned(1), pinned(2)
     first, second, event = torch.rbln.Stream(), torch.rbln.Stream(), torch.rbln.Event()
     second.wait_event(event)  # never recorded: holds nothing up
+    simulator.inject("h2v@2=hang=600")
     with torch.rbln.stream(first):
         target.copy_(one, non_blocking=True)
         event.record(first)
     second.wait_event(event)
     mark = second.record_event()
     with torch.rbln.stream(first):
-        for _ in range(ROUNDS):
-            target.copy_(two, non_blocking=True)
+        target.copy_(two, non_blocking=True)
         event.record(first)  # later: does not move what the second stream waits for
     mark.synchronize()
     assert not first.query()
-    torch.rbln.synchronize()
+    assert not event.query()
+    simulator.clear_faults()  # ends the hang
+    event.synchronize()
     assert has(target.cpu(), 2)
 
 
@@ -257,13 +263,30 @@ def test_exit_with_work_in_flight(script, ending):
     result = script(
         f"""
     import torch
-    source = torch.ones(1 << 16, dtype=torch.uint8).to("rbln")
-    outs = [torch.zeros(1 << 16, dtype=torch.uint8).pin_memory() for _ in range(50)]
-    for out in outs:
-        out.copy_(source, non_blocking=True)
+    size = 64 << 20
+    source = torch.ones(size, dtype=torch.uint8).to("rbln")
+    outs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    for _ in range(10):
+        for out in outs:
+            out.copy_(source, non_blocking=True)
     del source
     {ending}
     """,
-        delay_us=20_000,
+        delay_us=5_000,
     )
     assert result.stderr == ""
+
+
+def test_host_memory_that_is_freed_too_early_is_told(runtime, capfd):
+    address = runtime.malloc(SIZE)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    for direction in ("h2v", "v2h"):
+        host = libc.mmap(None, ctypes.c_size_t(SIZE), 3, 0x22, -1, 0)  # private, anonymous
+        simulator.inject(f"{direction}@1=hang=0.3")
+        ends = (host, address) if direction == "h2v" else (address, host)
+        assert runtime.copy_async(direction, *ends, SIZE) == SUCCESS
+        assert libc.munmap(ctypes.c_void_p(host), ctypes.c_size_t(SIZE)) == 0
+        assert runtime.synchronize() == FAILURE
+        assert "its host memory was freed before it was done" in capfd.readouterr().err
+    assert runtime.free(address) == SUCCESS

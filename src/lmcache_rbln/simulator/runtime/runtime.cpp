@@ -88,9 +88,10 @@ bool may_wait(const char* call, uint32_t device) {
 }
 
 bool fail_late(const char* call, Stream& stream) {
-  if (!stream.take_failure()) return false;
-  complain("%s: asynchronous work on stream %u of rbln:%u had failed", call, stream.number(),
-           stream.device());
+  const std::string failure = stream.take_failure();
+  if (failure.empty()) return false;
+  complain("%s: asynchronous work on stream %u of rbln:%u had failed: %s", call, stream.number(),
+           stream.device(), failure.c_str());
   return true;
 }
 
@@ -556,8 +557,9 @@ RBLNRetCode rbln_event_synchronize(uint64_t event) {
 RBLNRetCode rbln_device_synchronize(uint32_t torch_device) {
   const char* const call = "rbln_device_synchronize";
   if (!rbln_sim::may_wait(call, torch_device)) return RBLNRetCode_FAILURE;
-  if (rbln_sim::drain_device(torch_device)) return RBLNRetCode_SUCCESS;
-  complain("%s: asynchronous work on rbln:%u had failed", call, torch_device);
+  const std::string failure = rbln_sim::drain_device(torch_device);
+  if (failure.empty()) return RBLNRetCode_SUCCESS;
+  complain("%s: asynchronous work on rbln:%u had failed: %s", call, torch_device, failure.c_str());
   return RBLNRetCode_FAILURE;
 }
 

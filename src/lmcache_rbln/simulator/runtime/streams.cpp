@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "clock.h"
@@ -118,6 +119,16 @@ void Stream::wait(uint64_t position) {
   done_.wait(lock, [&] { return reached(position); });
 }
 
+void Stream::fail(std::string reason) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (failure_.empty()) failure_ = std::move(reason);
+}
+
+std::string Stream::take_failure() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return std::exchange(failure_, {});
+}
+
 Stream* find_stream(uint64_t handle) {
   const uint32_t device = device_of(handle);
   const uint32_t number = number_of(handle);
@@ -148,7 +159,7 @@ bool select_stream(uint64_t handle) {
   return true;
 }
 
-bool drain_device(uint32_t device) {
+std::string drain_device(uint32_t device) {
   Registry& r = registry();
   std::vector<Stream*> streams;
   {
@@ -161,12 +172,13 @@ bool drain_device(uint32_t device) {
   // What is submitted while this waits is not waited for.
   std::vector<uint64_t> positions;
   for (Stream* stream : streams) positions.push_back(stream->submitted());
-  bool fine = true;
+  std::string failure;
   for (size_t i = 0; i < streams.size(); ++i) {
     streams[i]->wait(positions[i]);
-    fine = !streams[i]->take_failure() && fine;
+    std::string reason = streams[i]->take_failure();
+    if (failure.empty()) failure = std::move(reason);
   }
-  return fine;
+  return failure;
 }
 
 void forget_failures() {

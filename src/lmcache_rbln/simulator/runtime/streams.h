@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
 
 #include "abi.h"
 
@@ -42,9 +43,10 @@ class Stream {
   bool idle() const { return reached(submitted()); }
   void wait(uint64_t position);
 
-  // A failure of asynchronous work, kept until a synchronisation reports it.
-  void fail() { failed_.store(true, std::memory_order_release); }
-  bool take_failure() { return failed_.exchange(false, std::memory_order_acq_rel); }
+  // Why asynchronous work failed, kept until a wait reports it: the first reason, for one report.
+  void fail(std::string reason);
+  // Empty when nothing has failed.
+  std::string take_failure();
 
  private:
   struct Item {
@@ -63,7 +65,7 @@ class Stream {
   bool worker_ = false;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> completed_{0};
-  std::atomic<bool> failed_{false};
+  std::string failure_;
 };
 
 Stream* find_stream(uint64_t handle);  // null when there is none
@@ -71,8 +73,8 @@ Stream* create_stream(uint32_t device);
 // What the calling thread selected with rbln_set_current_stream().
 Stream& current_stream(uint32_t device);
 bool select_stream(uint64_t handle);
-// Waits for every stream of the device; false when one of them had failed.
-bool drain_device(uint32_t device);
+// Waits for every stream of the device; returns why one of them had failed, else nothing.
+std::string drain_device(uint32_t device);
 
 // Failures that nobody was told yet are dropped.
 void forget_failures();

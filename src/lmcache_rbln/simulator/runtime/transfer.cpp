@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transfer.h"
 
+#include <sys/uio.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <exception>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -30,7 +36,33 @@ struct Job {
   void run(uint64_t limit) const {
     if (settings().copy) std::memmove(destination, source, std::min(bytes, limit));
   }
+  // The same through the kernel, which sees when the host's memory is gone; false then. A program
+  // may free it, or end, before an asynchronous copy is done.
+  bool run_guarded(uint64_t limit) const;
 };
+
+bool Job::run_guarded(uint64_t limit) const {
+  limit = std::min(bytes, limit);
+  if ((source_pin && destination_pin) || !settings().copy) {
+    run(limit);
+    return true;
+  }
+  for (uint64_t done = 0; done < limit;) {
+    const iovec from{const_cast<char*>(source) + done, limit - done};
+    const iovec to{destination + done, limit - done};
+    const ssize_t moved = source_pin ? process_vm_writev(getpid(), &from, 1, &to, 1, 0)
+                                     : process_vm_readv(getpid(), &to, 1, &from, 1, 0);
+    if (moved > 0) {
+      done += static_cast<uint64_t>(moved);
+    } else if (moved == 0 || errno == EFAULT) {
+      return false;
+    } else {
+      run(limit);  // not offered here, as in some containers
+      return true;
+    }
+  }
+  return true;
+}
 
 const char* label(Direction direction) { return name_of(call_of(direction)); }
 
@@ -141,8 +173,9 @@ bool destinations_apart(const char* call, const rbln::CopyOps& ops) {
 // Waits for what the calling thread queued on its current stream; false when that had failed.
 bool settle(const char* call, Stream& stream) {
   stream.wait(stream.submitted());
-  if (!stream.take_failure()) return true;
-  complain("%s: asynchronous work queued before it had failed", call);
+  const std::string failure = stream.take_failure();
+  if (failure.empty()) return true;
+  complain("%s: asynchronous work queued before it had failed: %s", call, failure.c_str());
   return false;
 }
 
@@ -192,29 +225,38 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
       hang(verdict);
       ready_ns = now_ns();
     }
-    // A lost device does nothing more, and who waits for it is told; unless the loss was cleared
-    // since, and with it all that hung on it.
+    // Who waits is told of a failure; unless faults were cleared since, and with them all that
+    // hung on them.
+    const auto fail = [&](std::string reason) {
+      if (verdict.era == fault_era()) stream.fail(std::move(reason));
+    };
     if (npu.losses != losses) {
-      if (verdict.era == fault_era()) stream.fail();
+      fail(std::string(call) + ": NPU " + std::to_string(npu.id) + " was lost before it was done");
       return uint64_t{0};
     }
     Slot slot;
     const bool modelled = settings().modelled();
     if (modelled) slot = npu.engine(direction).take(direction, ready_ns, limit, 1, false);
-    job->run(limit);
+    const bool reached = job->run_guarded(limit);
     if (modelled) serve(slot);
-    if (limit < bytes) {
-      complain("%s: failing after %llu of %llu bytes, as injected", call,
-               static_cast<unsigned long long>(limit), static_cast<unsigned long long>(bytes));
-      if (verdict.era == fault_era()) stream.fail();
+    if (!reached) {
+      fail(std::string(call) + ": its host memory was freed before it was done");
+    } else if (limit < bytes) {
+      fail(std::string(call) + ": " + std::to_string(limit) + " of " + std::to_string(bytes) +
+           " bytes were copied, as injected");
     } else {
       counters().of(direction).add(1, bytes);
       trace.submission(label(direction), 1, bytes, npu.id, device, stream.number(), slot, true);
     }
     return slot.end;
   };
-  const uint64_t position = stream.submit(std::move(work), true);
-  if (handle) *handle = position;
+  try {
+    const uint64_t position = stream.submit(std::move(work), true);
+    if (handle) *handle = position;
+  } catch (const std::exception& error) {  // no thread to be had
+    complain("%s: cannot queue work: %s", call, error.what());
+    return RBLNRetCode_FAILURE;
+  }
   return RBLNRetCode_SUCCESS;
 }
 
