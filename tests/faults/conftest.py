@@ -11,6 +11,9 @@ import pytest
 from lmcache_rbln import simulator
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 from tests.faults.rig import CHUNK, Peer, small
+from tests.stub.conftest import ops, transfer
+
+__all__ = ["ops", "transfer"]
 
 
 @pytest.fixture
