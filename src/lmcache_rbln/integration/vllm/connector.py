@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from lmcache_rbln import kv_layout
 from lmcache_rbln.integration.vllm import _vllm_compat, settings
+from lmcache_rbln.integration.vllm.load_reservations import BlockPool, LoadReservations
 from lmcache_rbln.lmcache_compat import connector as compat
 
 __all__ = ["RBLNLMCacheConnectorV1"]
@@ -66,6 +67,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
         self._caches: dict[str, torch.Tensor] = {}
         self._registered: dict[str, torch.Tensor] = {}
         self._loads = compat.LoadsInFlight()
+        self._reservations = LoadReservations(vllm_config.cache_config.block_size)
         if role == KVConnectorRole.WORKER:
             compat.keep_stores(self.worker_adapter)
             if not compat.serves_engine_driven(self.worker_adapter):
@@ -141,8 +143,31 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
 
     # -- scheduler -----------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the scheduler's block pool."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._reservations.bind(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; None while that, or room for all of it, is not known."""
+        if not self._reservations.admits(request):
+            return None, False
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has its blocks; with ``num_external_tokens`` its load begins."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            self._reservations.start(request, len(blocks.get_block_ids()[0]))
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers do at this step."""
+        self._reservations.end(scheduler_output.num_scheduled_tokens)
         compat.set_progress(self.request_trackers, scheduler_output)
         metadata = super().build_connector_meta(scheduler_output)
         self._loads.send(metadata)
@@ -157,6 +182,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over; whether its blocks stay until its stores are over as well."""
+        self._reservations.end([request.request_id])
         delay, parameters = super().request_finished(request, block_ids)
         if self._loads.abandon(request.request_id):
             # vLLM itself keeps the blocks until the load is reported.
