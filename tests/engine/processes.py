@@ -90,13 +90,15 @@ def stacks(pid, log):
     Args:
         log: the file that is their stderr.
     """
-    before = log.stat().st_size
-    for each in descendants(pid):
-        if _is_python(each):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGUSR2)
-    time.sleep(3)  # the handlers write when their processes get to run
-    return log.read_bytes()[before:].decode(errors="replace")
+    found = []
+    for each in filter(_is_python, descendants(pid)):
+        before = log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGUSR2)
+        time.sleep(1)  # the handler writes when its process gets to run
+        text = log.read_bytes()[before:].decode(errors="replace")
+        found.append(f"--- process {each}\n{text}")
+    return "\n".join(found)
 
 
 class Process:
@@ -178,19 +180,18 @@ class Engine:
             self.stop()
             raise
 
-    def generate(self, prompts, max_tokens=16, metrics=False, **sampling):
+    def generate(self, prompts, max_tokens=16, metrics=False, seconds=ANSWER_SECONDS, **sampling):
         """Greedy tokens unless `sampling` says otherwise.
 
         Returns:
             "tokens" and "cached", one entry a prompt, and "metrics" by name.
-        """
-        self.submit(prompts, max_tokens, metrics, **sampling)
-        return self._answer()
 
-    def submit(self, prompts, max_tokens=16, metrics=False, **sampling):
-        """The first half of `generate`."""
+        Raises:
+            HangError: there is no answer after `seconds`.
+        """
         sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
         self._order({"prompts": prompts, "sampling": sampling, "metrics": metrics})
+        return self._answer(seconds)
 
     def _order(self, order):
         try:

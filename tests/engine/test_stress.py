@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.engine import engines
+from tests.engine import engines, processes
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,50 @@ def load(seed, requests=24):
     ]
 
 
-@pytest.mark.parametrize("connector", ["RBLNLMCacheConnectorV1", "LMCacheMPConnector", None])
+def three_that_stall(engine, server, seconds):
+    """Requests of 8 blocks, on 17: one with 1 block stored, then two with 7. Once all of them are
+    loaded the first needs 7 blocks, 2 are free, and nothing that runs will give any back."""
+    from tests.engine import models
+
+    prompts = [models.prompt(505, seed) for seed in (1, 2, 3)]
+    for prompt in (prompts[0][:70], *prompts[1:]):
+        engine.generate([prompt], max_tokens=1)
+    server.wait_for(1 + 7 + 7)
+    return prompts, engine.generate(prompts, max_tokens=1, seconds=seconds)
+
+
+def small_pool(folder, model, server, connector):
+    return engines.engine(
+        folder,
+        model,
+        watched=[server],
+        num_gpu_blocks_override=18,
+        enable_prefix_caching=False,
+        kv_transfer_config=server.connector(connector),
+    )
+
+
+def test_loads_that_need_more_than_the_pool(tmp_path, model, reference, server):
+    with small_pool(
+        tmp_path / "engine", model("llama"), server, "RBLNLMCacheConnectorV1"
+    ) as engine:
+        prompts, out = three_that_stall(engine, server, processes.ANSWER_SECONDS)
+    assert out["cached"] == [64, 448, 448]
+    assert out["tokens"] == [reference("llama").tokens(prompt, 1) for prompt in prompts]
+
+
+def test_the_scheduler_alone_stalls(tmp_path, model, server):
+    """The control: with LMCache's connector, which reserves nothing, the engine takes empty steps
+    for ever. When this fails, vLLM-RBLN's scheduler has the reservation of vLLM's own, and the
+    connector's can go."""
+    with (
+        small_pool(tmp_path / "engine", model("llama"), server, "LMCacheMPConnector") as engine,
+        pytest.raises(processes.HangError, match=r"rbln_scheduler\.py.* in schedule"),
+    ):
+        three_that_stall(engine, server, seconds=60)
+
+
+@pytest.mark.parametrize("connector", ["RBLNLMCacheConnectorV1", None])
 def test_preemption(tmp_path, model, reference, server, connector):
     usual = {} if connector is None else {"kv_transfer_config": server.connector(connector)}
     with engines.engine(
