@@ -14,13 +14,12 @@ variable                                default  bounds
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +39,6 @@ _BUFFER = 8 * _MIB
 
 _PAGE = 4096
 _HUGE_PAGE = 2 * _MIB
-
-logger = logging.getLogger("lmcache_rbln.staging")
 
 
 class Buffer:
@@ -204,7 +201,10 @@ class Staging:
     def _warn_once(self, device: torch.device, nbytes: int, reason: RuntimeError) -> None:
         if device not in self._warned:
             self._warned.add(device)
-            logger.warning(
+            # Not at import: LMCache, while it initialises, imports this module.
+            from lmcache.logging import init_logger
+
+            init_logger("lmcache_rbln.staging").warning(
                 "%s has no %d bytes to spare: KV transfers do without staging there, which is "
                 "slower for small blocks and for MLA (%s)",
                 device, nbytes, reason,
@@ -231,10 +231,8 @@ def _host_memory(nbytes: int) -> torch.Tensor:
     4 KiB this costs more than the copy itself (32 ms against 10 ms; its RBLN design notes).
     """
     region = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with suppress(OSError):  # a kernel without huge pages
         region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        logger.debug("this kernel has no huge pages to give")
     whole = np.frombuffer(region, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE
     aligned = whole[start : start + nbytes]

@@ -48,6 +48,19 @@ def test_every_variable_is_in_the_settings_table() -> None:
     assert documented - found - {"LMCACHE_LOG_LEVEL", "PYTHONHASHSEED"} == set(), "of no effect"
 
 
+def test_defaults_in_the_settings_table() -> None:
+    from lmcache_rbln import staging
+    from lmcache_rbln.integration.vllm import settings
+
+    text = (ROOT / "docs" / "settings.md").read_text()
+    for row in (
+        f"| `{staging.HOST_VARIABLE}` | whole MiB | {staging._HOST_CAP >> 20} |",
+        f"| `{staging.DEVICE_VARIABLE}` | whole MiB, 0 for none | {staging._DEVICE_CAP >> 20} |",
+        f"| `{settings.SERVER_VARIABLE}` | `tcp://HOST:PORT` | `{settings.DEFAULT_SERVER}` |",
+    ):
+        assert row in text
+
+
 def test_doctor_knows_the_packages_own_settings() -> None:
     own = {name for name in variables() if name.startswith("LMCACHE_RBLN_")}
     assert own == set(_doctor_host.SETTINGS)
