@@ -57,6 +57,8 @@ def draw(path: Path, results: Sequence[dict[str, Any]], link: dict[str, float], 
         line[0].set_ylabel("GB/s")
     for panel in panels[-1]:
         panel.set_xlabel("block size, tokens")
-    panels[0][0].legend(fontsize=8, loc="lower right")
+    # The panel that has most to name: not every implementation knows every layout.
+    fullest = max((line[0] for line in panels), key=lambda panel: len(panel.get_lines()))
+    fullest.legend(fontsize=8, loc="lower right")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path)
