@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -12,6 +13,14 @@ from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 
 CHUNK = 64
 TRANSPORTS = ("shared memory", "pickle")
+
+
+_requests = itertools.count()
+
+
+def new_request() -> str:
+    """A request id of its own, as an engine's: a session belongs to one request of one model."""
+    return f"request {next(_requests)}"
 
 
 def small(
@@ -38,6 +47,7 @@ class Worker:
     geometry: Geometry
     tokens: list[int]
     seed: int = 1
+    request: str = ""
     placed: list[tuple[int, int]] = field(default_factory=list)
 
     def call(self, command: str, **arguments):
@@ -54,15 +64,22 @@ class Worker:
         self.call("write", seed=self.seed, placed=self.placed)
 
     def store(self, blocks: list[int], *, start: int = 0, end: int | None = None) -> bool:
+        request = new_request()
         done = self.call(
-            "store", token_ids=self.tokens, block_ids=blocks, request_id="s", start=start, end=end
+            "store",
+            token_ids=self.tokens,
+            block_ids=blocks,
+            request_id=request,
+            start=start,
+            end=end,
         )
-        self.call("end_session", request_id="s")
+        self.call("end_session", request_id=request)
         return done["done"]
 
     def lookup(self, tokens: list[int] | None = None) -> int:
         tokens = self.tokens if tokens is None else tokens
-        return self.call("lookup", token_ids=tokens, request_id="r")
+        self.request = new_request()
+        return self.call("lookup", token_ids=tokens, request_id=self.request)
 
     def retrieve(
         self, blocks: list[int], *, start: int = 0, end: int | None = None, skip: int = 0
@@ -71,12 +88,12 @@ class Worker:
             "retrieve",
             token_ids=self.tokens,
             block_ids=blocks,
-            request_id="r",
+            request_id=self.request,
             start=start,
             end=end,
             skip_first_n_tokens=skip,
         )
-        self.call("end_session", request_id="r")
+        self.call("end_session", request_id=self.request)
         return done["done"]
 
     def difference(self, blocks: list[int], first_token: int = 0) -> str:

@@ -167,6 +167,7 @@ def test_tensor_parallel_workers_keep_their_own_part(join, server, layout):
     # One lookup takes the locks for all ranks, as the scheduler's does.
     assert ranks[0].lookup() == 3 * CHUNK
     for worker in ranks:
+        worker.request = ranks[0].request
         worker.write([])
         assert worker.retrieve(into)
         assert worker.difference(into) == ""
@@ -180,6 +181,7 @@ def test_mla_ranks_share_one_copy(join, server):
     assert ranks[0].store(stored)
     assert ranks[0].lookup() == 3 * CHUNK
     for worker in ranks:
+        worker.request = ranks[0].request
         worker.write([])
         assert worker.retrieve(into)
         assert worker.difference(into) == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lmcache_rbln.lmcache_compat.worker import StoreMode, Transport, WorkerClient
-from tests.e2e.e2e_workers import CHUNK
+from tests.e2e.e2e_workers import CHUNK, new_request
 
 BLOCK = 16
 
@@ -38,7 +38,7 @@ def test_ranks_that_do_not_fit(arguments, message):
 
 def test_registration(client, layers):
     with pytest.raises(RuntimeError, match="register"):
-        client.store([*range(CHUNK)], [0, 1, 2, 3], request_id="r")
+        client.store([*range(CHUNK)], [0, 1, 2, 3], request_id=new_request())
     with pytest.raises(ValueError, match=r"block_size=24 does not divide .* 64 tokens"):
         client.register(layers, block_size=24)
     assert client.register(layers, block_size=BLOCK) is Transport.SHARED_MEMORY
@@ -80,7 +80,7 @@ def test_lmcache_driven_transfer_is_refused(client, layers, monkeypatch):
 @pytest.mark.parametrize("operation", ["store", "retrieve"])
 def test_ranges_that_do_not_fit(client, layers, operation, arguments, message):
     client.register(layers, block_size=BLOCK)
-    wanted = {"token_ids": [*range(CHUNK)], "block_ids": [0, 1, 2, 3], "request_id": "r"}
+    wanted = {"token_ids": [*range(CHUNK)], "block_ids": [0, 1, 2, 3], "request_id": new_request()}
     with pytest.raises(ValueError, match=message):
         getattr(client, operation)(**{**wanted, **arguments})
 
@@ -88,15 +88,16 @@ def test_ranges_that_do_not_fit(client, layers, operation, arguments, message):
 def test_locks_that_are_given_back_let_the_server_clear(client, layers):
     tokens = [*range(2 * CHUNK)]
     client.register(layers, block_size=BLOCK)
-    pending = client.submit_store(tokens, [*range(8)], request_id="s")
+    pending = client.submit_store(tokens, [*range(8)], request_id=new_request())
     client.flush_inflight_stores()
     assert pending.result()
     assert pending.done()
-    assert client.lookup(tokens, request_id="r") == 2 * CHUNK
-    client.free_lookup(tokens, request_id="r")
-    client.end_session("r")
+    request = new_request()
+    assert client.lookup(tokens, request_id=request) == 2 * CHUNK
+    client.free_lookup(tokens, request_id=request)
+    client.end_session(request)
     client.clear()
-    assert client.lookup(tokens, request_id="r2") == 0
+    assert client.lookup(tokens, request_id=new_request()) == 0
 
 
 def test_float8_over_pickle_fails_and_leaves_nothing(servers, request):
@@ -104,5 +105,7 @@ def test_float8_over_pickle_fails_and_leaves_nothing(servers, request):
     layer = torch.zeros(8, 2, 1, 1, BLOCK, 8, dtype=torch.float8_e4m3fn).to("rbln:0")
     with WorkerClient(servers("pickle").url, model_name=request.node.name, timeout=2) as client:
         client.register({"layer": layer}, block_size=BLOCK)
-        assert not client.submit_store([*range(CHUNK)], [0, 1, 2, 3], request_id="s").result(20)
-        assert client.lookup([*range(CHUNK)], request_id="r") == 0
+        assert not client.submit_store(
+            [*range(CHUNK)], [0, 1, 2, 3], request_id=new_request()
+        ).result(20)
+        assert client.lookup([*range(CHUNK)], request_id=new_request()) == 0

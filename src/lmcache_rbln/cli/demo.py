@@ -323,12 +323,12 @@ class _Round:
         worker.call("write", seed=self._seed, placed=self._placed(self._from))
         step(f"{self.name}: storing")
         stored = worker.call(
-            "store", token_ids=self._tokens, block_ids=self._from, request_id="store"
+            "store", token_ids=self._tokens, block_ids=self._from, request_id=f"{self.name} store"
         )
         nbytes = worker.call("nbytes", tokens=len(self._tokens))
         self._mib = nbytes / 2**20
         self._store_gbps = nbytes / stored["seconds"] / 1e9
-        worker.call("end_session", request_id="store")
+        worker.call("end_session", request_id=f"{self.name} store")
         if not stored["done"]:
             self._error = "the store failed"
 
@@ -336,20 +336,23 @@ class _Round:
         """Retrieve into a wiped cache, and compare all of it."""
         step(f"{self.name}: looking up")
         transport = self._join(worker, url)
-        found = worker.call("lookup", token_ids=self._tokens, request_id="retrieve")
+        found = worker.call("lookup", token_ids=self._tokens, request_id=f"{self.name} retrieve")
         step(f"{self.name}: retrieving")
         gbps = 0.0
         if found != len(self._tokens):
             self._error = self._error or f"{found} of {len(self._tokens)} tokens were found"
         if not self._error:
             retrieved = worker.call(
-                "retrieve", token_ids=self._tokens, block_ids=self._into, request_id="retrieve"
+                "retrieve",
+                token_ids=self._tokens,
+                block_ids=self._into,
+                request_id=f"{self.name} retrieve",
             )
             gbps = self._mib * 2**20 / retrieved["seconds"] / 1e9
             if not retrieved["done"]:
                 self._error = "the retrieve failed"
         step(f"{self.name}: comparing every byte")
-        worker.call("end_session", request_id="retrieve")
+        worker.call("end_session", request_id=f"{self.name} retrieve")
         self._error = self._error or worker.call(
             "difference", seed=self._seed, placed=self._placed(self._into)
         )

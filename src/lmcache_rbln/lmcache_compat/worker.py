@@ -281,7 +281,8 @@ class WorkerClient:
     same ``model_name`` and ``world_size`` share chunks. All token counts and positions are in
     tokens; ``start`` and ``end`` are multiples of the server's :attr:`chunk_size`.
 
-    A retrieve needs a lookup under the same ``request_id`` before it: the lookup takes the read
+    A ``request_id`` names one request of one model, and is not used again after
+    :meth:`end_session`. A retrieve needs a lookup under the same ``request_id`` before it: the lookup takes the read
     locks that the retrieve gives back. A lookup whose chunks are not retrieved is given up with
     :meth:`free_lookup`.
 
@@ -650,7 +651,12 @@ class WorkerClient:
         self.transfer_context.flush_inflight_stores()
 
     def end_session(self, request_id: str) -> None:
-        """Tell the server that the request is over."""
+        """Tell the server that the request is over; before the last worker of its model leaves.
+
+        Raises:
+            ServerUnreachable: no answer in time. LMCache's servers also give none where they fail,
+                as 0.5.6 does for a looked-up request whose model has no registration any more.
+        """
         self._ask("end_session", request_id)
 
     # -- keys ----------------------------------------------------------------------------
