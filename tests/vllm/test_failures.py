@@ -23,11 +23,19 @@ Engines = Callable[..., Any]
 
 
 def expect_defect(
-    request: pytest.FixtureRequest, connector: str, reason: str, raises: type[BaseException]
+    request: pytest.FixtureRequest,
+    connector: str,
+    reason: str,
+    raises: type[BaseException],
+    *,
+    always: bool = True,
 ) -> None:
-    """LMCache's own connector fails here; the test fails when it no longer does."""
+    """LMCache's own connector fails here; the test fails when it no longer does.
+
+    Unless the defect is a race, and not ``always`` seen.
+    """
     if connector == "stock":
-        mark = pytest.mark.xfail(strict=True, reason=reason, raises=raises)
+        mark = pytest.mark.xfail(strict=always, reason=reason, raises=raises)
         request.node.add_marker(mark)
 
 
@@ -190,7 +198,9 @@ def test_a_failed_load_after_a_local_hit_stores_nothing_wrong(
     With blocks larger than a step, as on RBLN, a chunk's blocks are allocated long before its
     tokens are computed.
     """
-    expect_defect(request, connector, "a chunk is stored before it is computed", WrongKVError)
+    # Not if the store is so late that the step after it has computed the rest.
+    reason = "a chunk is stored before it is computed"
+    expect_defect(request, connector, reason, WrongKVError, always=False)
     geometry = Geometry(layout, block_size=128, num_blocks=16)
     engine = engines(servers(128), geometry, connector=connector, max_batched_tokens=64)
     tokens = prompt(50, 600)

@@ -94,7 +94,8 @@ class PagedCache:
         wiped = torch.full((int(np.prod(g.shape)) * g.itemsize,), WIPED, dtype=torch.uint8)
         wiped = wiped.view(self._dtype).view(g.shape)
         self.layers = {
-            f"model.layers.{i}.self_attn.attn": wiped.to(device) for i in range(g.num_layers)
+            f"model.layers.{i}.self_attn.attn": wiped.to(device, copy=True)
+            for i in range(g.num_layers)
         }
         self._pinned = device.startswith("rbln")
         self._in_flight: list[Any] = []
