@@ -48,14 +48,14 @@ int refuse(const char* what) {
 
 Rccl::Rccl() = default;
 Rccl::~Rccl() = default;
-int Rccl::Init(int, int, int, const std::vector<int>&, int) { return refuse("Rccl::Init"); }
+// A group may be formed: torch-rbln forms one for each rank of vLLM-RBLN, and sends what is in host
+// memory through gloo. Only what would move device memory refuses.
+int Rccl::Init(int, int, int, const std::vector<int>&, int) { return 0; }
 int Rccl::InitWithUniqueId(int, int, int, const std::vector<int>&, int, const rccl_unique_id*) {
-  return refuse("Rccl::InitWithUniqueId");
+  return 0;
 }
-int Rccl::GetUniqueIdForBroadcast(rccl_unique_id*) {
-  return refuse("Rccl::GetUniqueIdForBroadcast");
-}
-int Rccl::PrepareContextAndExportMem(int) { return refuse("Rccl::PrepareContextAndExportMem"); }
+int Rccl::GetUniqueIdForBroadcast(rccl_unique_id*) { return 0; }
+int Rccl::PrepareContextAndExportMem(int) { return 0; }
 int Rccl::CheckChunksDeviceAddrsContiguous(const std::vector<void*>&, int, RcclDataType,
                                            const char*) {
   return refuse("Rccl::CheckChunksDeviceAddrsContiguous");
