@@ -51,16 +51,21 @@ def cold_and_warm(engine, server, expected, chunk=64, ranks=1):
     assert warm["cached"] == hits(chunk)
 
 
-@pytest.mark.parametrize("connector", ["RBLNLMCacheConnectorV1", "LMCacheMPConnector"])
 @pytest.mark.parametrize(
-    ("name", "llm"),
+    ("name", "connector", "llm"),
     [
-        pytest.param("llama", {}, id="blocks-first"),
-        pytest.param("llama", {"additional_config": {"use_custom_kernel": True}}, id="kv-first"),
-        pytest.param("deepseek", {}, id="mla"),
+        pytest.param("llama", "RBLNLMCacheConnectorV1", {}, id="blocks-first"),
+        pytest.param(
+            "llama",
+            "RBLNLMCacheConnectorV1",
+            {"additional_config": {"use_custom_kernel": True}},
+            id="kv-first",
+        ),
+        pytest.param("deepseek", "RBLNLMCacheConnectorV1", {}, id="mla"),
+        pytest.param("llama", "LMCacheMPConnector", {}, id="lmcache-connector"),
     ],
 )
-def test_every_layout(tmp_path, model, reference, server, name, llm, connector):
+def test_every_layout(tmp_path, model, reference, server, name, connector, llm):
     expected = [reference(name).tokens(p, 16) for p in prompts()]
     with cached_engine(tmp_path / "engine", model(name), server, connector, **llm) as engine:
         cold_and_warm(engine, server, expected)
