@@ -148,8 +148,9 @@ def inject(faults: str) -> None:
         faults: ``KIND@N=ACTION;...``: the Nth call of that kind from now on, N from 1. Kinds:
             ``h2v v2h v2v malloc open sync borrow any``. Actions: ``fail`` (the call fails),
             ``lost`` (the NPU is gone from here on), ``short`` (half the bytes are copied, then it
-            fails; copies only), ``hang=SECONDS`` (it takes that much longer). A bulk call is one
-            call.
+            fails; copies only), ``wrong`` (the halves of each entry arrive exchanged, and the call
+            succeeds; copies only), ``hang=SECONDS`` (it takes that much longer). A bulk call is
+            one call.
 
     Raises:
         SimulatorError: The simulated NPU is not in use in this process.

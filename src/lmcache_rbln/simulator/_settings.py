@@ -17,11 +17,11 @@ from dataclasses import dataclass
 MAX_NPUS = 64
 
 _FAULT = re.compile(
-    r"(h2v|v2h|v2v|malloc|open|sync|borrow|any)@([0-9]{1,18})=(fail|lost|short|hang=(.+))"
+    r"(h2v|v2h|v2v|malloc|open|sync|borrow|any)@([0-9]{1,18})=(fail|lost|short|wrong|hang=(.+))"
 )
 _FAULT_FORM = (
     "KIND@N=ACTION;... with KIND one of h2v v2h v2v malloc open sync borrow any, N from 1, "
-    "ACTION one of fail lost short hang=SECONDS; short only for h2v v2h v2v any"
+    "ACTION one of fail lost short wrong hang=SECONDS; short and wrong only for h2v v2h v2v any"
 )
 
 
@@ -71,7 +71,7 @@ def check_faults(text: str) -> str | None:
         match = _FAULT.fullmatch(item)
         if match is None or int(match[2]) == 0:
             return _FAULT_FORM
-        if match[3] == "short" and match[1] not in ("h2v", "v2h", "v2v", "any"):
+        if match[3] in ("short", "wrong") and match[1] not in ("h2v", "v2h", "v2v", "any"):
             return _FAULT_FORM
         if match[4] is not None and _number(0, 86400)(match[4]) is not None:
             return "hang=SECONDS with SECONDS from 0 to 86400"

@@ -65,12 +65,12 @@ bool parse_one(const std::string& item, Fault& fault, std::string& error) {
     fault.action = Action::kFail;
   } else if (action == "lost") {
     fault.action = Action::kLost;
-  } else if (action == "short") {
-    fault.action = Action::kShort;
+  } else if (action == "short" || action == "wrong") {
+    fault.action = action == "short" ? Action::kShort : Action::kWrong;
     const bool copies = fault.call == Call::kH2V || fault.call == Call::kV2H ||
                         fault.call == Call::kV2V || fault.call == Call::kAny;
     if (!copies) {
-      error = "'short' only for copies (h2v v2h v2v any)";
+      error = "'short' and 'wrong' only for copies (h2v v2h v2v any)";
       return false;
     }
   } else if (action.rfind("hang=", 0) == 0) {
@@ -137,7 +137,8 @@ Verdict consult(Call call) {
   a.fired.fetch_add(1, std::memory_order_relaxed);
   // 'any' may hit a call that copies nothing.
   const bool copies = call == Call::kH2V || call == Call::kV2H || call == Call::kV2V;
-  if (verdict.action == Action::kShort && !copies) verdict.action = Action::kFail;
+  const bool of_copies = verdict.action == Action::kShort || verdict.action == Action::kWrong;
+  if (of_copies && !copies) verdict.action = Action::kFail;
   return verdict;
 }
 

@@ -13,7 +13,7 @@ enum class Call { kH2V, kV2H, kV2V, kMalloc, kOpen, kSync, kBorrow, kAny };
 constexpr int kCalls = static_cast<int>(Call::kAny) + 1;
 const char* name_of(Call call);
 
-enum class Action { kNone, kFail, kLost, kShort, kHang };
+enum class Action { kNone, kFail, kLost, kShort, kWrong, kHang };
 
 struct Fault {
   Call call = Call::kAny;

@@ -36,8 +36,13 @@ struct Job {
   void run(uint64_t limit) const {
     if (settings().copy) std::memmove(destination, source, std::min(bytes, limit));
   }
-  // The same through the kernel, which sees when the host's memory is gone; false then. A program
-  // may free it, or end, before an asynchronous copy is done.
+  // What a wrong copy leaves behind: the halves of what was written, exchanged.
+  void exchange_halves() const {
+    char* middle = destination + bytes / 2;
+    if (settings().copy) std::swap_ranges(destination, middle, middle);
+  }
+  // As run(), but through the kernel, which sees when the host's memory is gone; false then. A
+  // program may free it, or end, before an asynchronous copy is done.
   bool run_guarded(uint64_t limit) const;
 };
 
@@ -198,6 +203,7 @@ RBLNRetCode copy(Direction direction, const char* call, uint64_t source, uint64_
   const bool modelled = settings().modelled();
   if (modelled) slot = npu.engine(direction).take(direction, submission_time(), limit, 1, false);
   job.run(limit);
+  if (verdict.action == Action::kWrong) job.exchange_halves();
   if (modelled) serve(slot);
   if (limit < bytes) {
     complain("%s: failing after %llu of %llu bytes, as injected", call,
@@ -238,6 +244,7 @@ RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
     const bool modelled = settings().modelled();
     if (modelled) slot = npu.engine(direction).take(direction, ready_ns, limit, 1, false);
     const bool reached = job->run_guarded(limit);
+    if (reached && verdict.action == Action::kWrong) job->exchange_halves();
     if (modelled) serve(slot);
     if (!reached) {
       fail(std::string(call) + ": its host memory was freed before it was done");
@@ -310,6 +317,7 @@ RBLNRetCode copy_bulk(Direction direction, const char* call, const rbln::CopyOps
   uint64_t left = limit;
   for (const Job& job : jobs) {
     job.run(left);
+    if (verdict.action == Action::kWrong) job.exchange_halves();
     left -= std::min(left, job.bytes);
   }
   if (modelled) serve(slot);
