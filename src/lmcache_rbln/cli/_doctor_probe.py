@@ -2,7 +2,7 @@
 """The doctor's look at torch, the RBLN runtime and LMCache, in a process of its own.
 
 A broken runtime library can make ``import torch`` fail, hang or crash. So this runs as
-``python -m lmcache_rbln.cli._doctor_probe [--open] [--server URL]`` with torch's backend autoload
+``python -m lmcache_rbln.cli._doctor_probe [--open] [--server URL [--mode]]`` with torch's autoload
 off, loads one thing after the other, and prints one JSON line before and one after each: when the
 process ends early, the last line says where.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 #: Seconds for a server that accepts connections to answer one request.
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--open", action="store_true")
     parser.add_argument("--server", default="")
+    parser.add_argument("--mode", action="store_true")
     args = parser.parse_args()
     # Everything that the imported packages print goes to stderr; the report has its own descriptor.
     report = os.fdopen(os.dup(1), "w")
@@ -35,7 +36,7 @@ def main() -> None:
     _run(report, "npu", _npu)
     _run(report, "lmcache", _lmcache)
     if args.server:
-        _run(report, "server", lambda: _server(args.server))
+        _run(report, "server", lambda: _server(args.server, args.mode))
     if args.open:
         # The last one: after an NPU that could not be opened, torch-rbln 0.12.0 counts none.
         _run(report, "open", _open)
@@ -139,12 +140,14 @@ def _lmcache() -> dict[str, Any]:
     }
 
 
-def _server(url: str) -> dict[str, Any]:
+def _server(url: str, ask_mode: bool) -> dict[str, Any]:
     """Ask the server what it says without its HTTP pages."""
     from lmcache_rbln.lmcache_compat.worker import ServerUnreachable, WorkerClient
 
     with WorkerClient(url, model_name="lmcache-rbln-doctor", timeout=_ANSWER_SECONDS) as client:
         facts: dict[str, Any] = {"chunk_size": client.chunk_size}
+        if not ask_mode:
+            return facts
         # Taking back a registration that does not exist changes nothing, and only a server with
         # the engine-driven mode answers it.
         try:

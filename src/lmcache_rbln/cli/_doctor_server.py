@@ -27,7 +27,9 @@ DEFAULT_HTTP_PORT = 8080
 #: Tokens a block that vLLM-RBLN's attention is usually compiled for.
 USUAL_BLOCK_SIZES = (1024, 2048, 4096, 8192)
 
-_TIMEOUT = 2.0
+#: Seconds to connect, and to be answered: a busy server may take its time.
+_CONNECT_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 _SHM = Path("/dev/shm")
 #: LMCache puts this before names of pools that do not begin with it (0.5.4 to 0.5.6).
 _SHM_PREFIX = "lmcache_l1_pool_"
@@ -42,7 +44,7 @@ class Server:
         host: where engines reach it.
         port: its port for engines.
         http_port: its HTTP port.
-        reachable: why nothing accepts connections at the port for engines; "" if something does.
+        unreachable: why nothing accepts connections at the port for engines; "" if something does.
         pages_missing: why the HTTP pages cannot be read; "" if they can.
         config: its ``/config`` page.
         status: its ``/status`` page.
@@ -53,7 +55,7 @@ class Server:
     port: int
     http_host: str
     http_port: int
-    reachable: str
+    unreachable: str
     pages_missing: str
     config: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +143,7 @@ def look(server: str, http_address: str) -> Server:
         port=port,
         http_host=http_host,
         http_port=http_port,
-        reachable=_connect(host, port),
+        unreachable=_connect(host, port),
         pages_missing=missing,
         config=pages.get("config", {}),
         status=pages.get("status", {}),
@@ -150,8 +152,10 @@ def look(server: str, http_address: str) -> Server:
 
 
 def _page(host: str, port: int, name: str, kind: type) -> Any:
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+    connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
     try:
+        connection.connect()
+        connection.sock.settimeout(_ANSWER_SECONDS)
         connection.request("GET", f"/{name}")
         response = connection.getresponse()
         body = response.read()
@@ -167,7 +171,7 @@ def _page(host: str, port: int, name: str, kind: type) -> Any:
 
 def _connect(host: str, port: int) -> str:
     try:
-        socket.create_connection((host, port), timeout=_TIMEOUT).close()
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as exc:
         return f"{exc.strerror or exc}"
     return ""
@@ -178,7 +182,7 @@ def checks(server: Server, facts: Facts, block_size: int | None) -> Iterator[Che
     asked = facts.get("server", {})
     reachable = _reachable(server, asked)
     yield reachable
-    if server.reachable:
+    if server.unreachable:
         return
     if server.pages_missing:
         yield warning(
@@ -202,10 +206,10 @@ def checks(server: Server, facts: Facts, block_size: int | None) -> Iterator[Che
 
 def _reachable(server: Server, asked: Mapping[str, Any]) -> Check:
     name = "server"
-    if server.reachable:
+    if server.unreachable:
         return failed(
             name,
-            f"nothing answers at {server.url}: {server.reachable}",
+            f"nothing answers at {server.url}: {server.unreachable}",
             f"start it there: LMCACHE_TRACK_USAGE=false lmcache server --host {server.host} --port "
             f"{server.port} --chunk-size 1024 --supported-transfer-mode engine_driven --l1-size-gb "
             f"20 {_SHARED_MEMORY_FLAGS}; it needs some 20 s to come up",

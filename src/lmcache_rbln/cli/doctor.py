@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -25,8 +26,11 @@ from lmcache_rbln import __version__
 from lmcache_rbln.cli import _doctor_host, _doctor_server
 from lmcache_rbln.cli._doctor_report import Check, Status, failed
 
-#: Seconds for the probe; importing torch from a cold disk takes long.
-_PROBE_SECONDS = 60.0
+#: Seconds after which a probe that uses no processor time is taken to hang; a host that is merely
+#: busy still gives it some.
+_SILENT_SECONDS = 20.0
+#: Seconds for the probe in any case.
+_PROBE_SECONDS = 300.0
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
 
@@ -150,10 +154,8 @@ def diagnose(
     Raises:
         ValueError: an address is none.
     """
-    # The probe takes nearly all the time; the rest is done beside it.
-    probe = _Probe(open_npus=open_npus, server=server)
     seen = _doctor_server.look(server, http_address) if server or http_address else None
-    facts, ended = probe.finish()
+    facts, ended = _Probe(open_npus=open_npus, server=seen).finish()
     checks = list(_doctor_host.software(facts, engine=engine))
     if ended:
         checks.insert(1, ended)
@@ -166,12 +168,12 @@ def diagnose(
 class _Probe:
     """The process that imports torch and LMCache; see ``_doctor_probe``."""
 
-    def __init__(self, *, open_npus: bool, server: str) -> None:
+    def __init__(self, *, open_npus: bool, server: _doctor_server.Server | None) -> None:
         command = [sys.executable, "-m", "lmcache_rbln.cli._doctor_probe"]
         command += ["--open"] if open_npus else []
-        if server:
-            host, port = _doctor_server.parse_address(server, _doctor_server.DEFAULT_PORT)
-            command += ["--server", f"tcp://{host}:{port}"]
+        if server is not None and not server.unreachable:
+            command += ["--server", server.url]
+            command += ["--mode"] if server.pages_missing else []
         environment = {
             **os.environ,
             # The probe loads torch-rbln itself, after torch.
@@ -191,13 +193,7 @@ class _Probe:
 
     def finish(self) -> tuple[dict[str, dict[str, Any]], Check | None]:
         """What the probe found by stage, and a failed check if it ended before its end."""
-        hung = False
-        try:
-            output, _ = self._process.communicate(timeout=_PROBE_SECONDS)
-        except subprocess.TimeoutExpired:
-            hung = True
-            self._process.kill()
-            output, _ = self._process.communicate()
+        output, hung = self._wait()
         facts: dict[str, dict[str, Any]] = {}
         stage = "start"
         for line in output.splitlines():
@@ -217,6 +213,27 @@ class _Probe:
             f"see what happens there: TORCH_DEVICE_BACKEND_AUTOLOAD=0 {sys.executable} -m "
             "lmcache_rbln.cli._doctor_probe",
         )
+
+    def _wait(self) -> tuple[str, bool]:
+        """What the probe has printed, and whether it had to be ended."""
+        used, since = -1.0, time.monotonic()
+        end = since + _PROBE_SECONDS
+        while True:
+            try:
+                return self._process.communicate(timeout=1.0)[0], False
+            except subprocess.TimeoutExpired:
+                now, using = time.monotonic(), _processor_seconds(self._process.pid)
+                if using != used:
+                    used, since = using, now
+                if now - since > _SILENT_SECONDS or now > end:
+                    self._process.kill()
+                    return self._process.communicate()[0], True
+
+
+def _processor_seconds(pid: int) -> float:
+    """Processor time that a process has used, its threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _report(diagnosis: Diagnosis, seconds: float) -> dict[str, Any]:
