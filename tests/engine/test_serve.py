@@ -90,6 +90,7 @@ def test_cold_then_warm(tmp_path, model, reference, connector, record_property):
             *("--port", str(cache_port), "--http-port", str(status_port)),
             *("--prometheus-port", str(free_port()), "--chunk-size", "64"),
             *("--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.5"),
+            *("--eviction-policy", "LRU"),
             *("--no-l1-use-lazy", "--shm-name", f"lmcache_kv_{cache_port}"),
         ],
         {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
