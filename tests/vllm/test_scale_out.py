@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,16 @@ def rack(redis: Redis) -> Iterator[list[str]]:
     tier = f'{{"type":"resp","host":"127.0.0.1","port":{redis.port},"num_workers":2}}'
     servers = []
     for address in ("127.0.0.2", "127.0.0.3"):
-        arguments = ["--host", address, "--l2-adapter", tier]
+        arguments = ["--host", address, "--l2-adapter", tier, "--eviction-ratio", "0.5"]
         server = LMCacheServer(chunk_size=64, pool_gb=0.02, arguments=arguments)
         servers.append((address, server.start()))
     yield [server.url.replace("127.0.0.1", address) for address, server in servers]
     for _, server in servers:
         server.stop()
 
+
+#: Seconds between two looks of the server at what to evict.
+EVICTION = 1.0
 
 #: A chunk of 64 tokens is 1 MiB, MLA: 512 KiB; a server's memory holds 20 of them.
 BIG = {"num_layers": 4, "num_heads": 4, "head_size": 256, "num_blocks": 24, "block_size": 64}
@@ -106,16 +110,24 @@ def test_two_hosts_share_a_second_tier(
     here = engines(rack[0], geometry, workers=(0,))
     there = engines(rack[1], geometry, workers=(1,))
     before = redis.size()
-    prompts = [prompt(seed, 2 * 64 + 1) for seed in range(20)]
-    for number, tokens in enumerate(prompts, 1):
+    prompts = [prompt(seed, 2 * 64 + 1) for seed in range(14)]
+
+    def stored(tokens: list[int], chunks: int) -> bool:
+        # A chunk for which there was no room is not stored; the server evicts once a second.
         here.run_one(tokens)
-        until(lambda n=number: redis.size() >= before + 2 * n, "the second tier has the chunks")
-    # 40 chunks passed through memory for 20: the first ones are only in the second tier.
+        time.sleep(EVICTION / 4)
+        return redis.size() >= before + chunks
+
+    for number, tokens in enumerate(prompts, 1):
+        until(partial(stored, tokens, 2 * number), "the second tier has the chunks")
+    # 28 chunks passed through memory for 20: the first ones are only in the second tier.
     for tokens in prompts:
         assert there.loaded[there.run_one(tokens)] == 128
+        time.sleep(EVICTION / 4)
     here.forget_local_cache()
     for tokens in prompts[:3]:
         assert here.loaded[here.run_one(tokens)] == 128
+        time.sleep(EVICTION / 4)
     for engine in (here, there):
         engine.check_over()
 
