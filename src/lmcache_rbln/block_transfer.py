@@ -44,7 +44,7 @@ _COLLECT_BELOW = 256 << 10
 
 #: Entries of one bulk copy that torch-rbln 0.12.0 sends at most, to or from the host and within
 #: the NPU. The vendor measured that 24 entries of 12 MiB together pass the kernel driver, and 32 of
-#: 16 MiB do not; bytes are bounded by the staging buffers, 8 MiB at most.
+#: 16 MiB do not; bytes are bounded by the staging buffers, 12 MiB at most.
 _HOST_BULK = 16
 _DEVICE_BULK = 1024
 
@@ -147,7 +147,7 @@ class _Route(ABC):
         self, paged: PagedKV, chunks: Sequence[torch.Tensor], on_device: Buffers | None
     ) -> None:
         self._dtype = paged.dtype
-        self._layers = [(layer, layer.storage_offset()) for layer in paged.layers]
+        self._layers = paged.layers
         self._on_device = on_device
 
     @abstractmethod
@@ -161,8 +161,8 @@ class _Route(ABC):
     def _blocks(self, step: Step) -> list[torch.Tensor]:
         """The step's runs in the cache, in staging order, one axis each."""
         return [
-            layer.as_strided((length,), (1,), offset + start)
-            for layer, offset in self._layers[step.layers.start : step.layers.stop]
+            layer.as_strided((length,), (1,), layer.storage_offset() + start)
+            for layer in self._layers[step.layers.start : step.layers.stop]
             for start, length in step.part.runs
         ]
 
@@ -178,7 +178,9 @@ class _HndRoute(_Route):
         super().__init__(paged, chunks, on_device)
         self._num_heads = paged.num_heads
         self._row = np.dtype((np.void, paged.head_size * paged.dtype.itemsize))
-        self._chunks = [_rows(chunk, paged.head_size, self._row) for chunk in chunks]
+        self._head_size = paged.head_size
+        self._chunks = chunks
+        self._chunk_rows: dict[int, _Rows] = {}
         self._on_host = on_host
         self.step_nbytes = min(on_host.nbytes, on_device.nbytes if on_device else on_host.nbytes)
 
@@ -232,7 +234,11 @@ class _HndRoute(_Route):
         layer_rows = part.num_tokens * self._num_heads * len(part.planes)
         rows = staged.rows(self._row, layer_rows * len(layers))
         first = part.first_token * self._num_heads
-        chunk = self._chunks[part.chunk][
+        all_rows = self._chunk_rows.get(part.chunk)
+        if all_rows is None:
+            all_rows = _rows(self._chunks[part.chunk], self._head_size, self._row)
+            self._chunk_rows[part.chunk] = all_rows
+        chunk = all_rows[
             part.planes.start : part.planes.stop,
             layers.start : layers.stop,
             first : first + part.num_tokens * self._num_heads,

@@ -8,7 +8,7 @@ within these bounds, in whole MiB:
 variable                                default  bounds
 ======================================  =======  ==================================================
 ``LMCACHE_RBLN_STAGING_MB``             16       host memory of the process
-``LMCACHE_RBLN_DEVICE_STAGING_MB``      16       memory on each NPU, for each dtype; 0: none is used
+``LMCACHE_RBLN_DEVICE_STAGING_MB``      24       memory on each NPU, for each dtype; 0: none is used
 ======================================  =======  ==================================================
 """
 
@@ -30,12 +30,14 @@ DEVICE_VARIABLE = "LMCACHE_RBLN_DEVICE_STAGING_MB"
 
 _MIB = 1 << 20
 _HOST_CAP = 16 * _MIB
-_DEVICE_CAP = 16 * _MIB
+_DEVICE_CAP = 24 * _MIB
 
-#: Largest size of one buffer, in bytes: what torch-rbln 0.12.0 sends in one bulk host copy, so that
-#: fixed costs are small beside a step's bytes. Larger ones gain nothing, and on the host they fall
-#: out of the cores' caches between the device copy and the transpose (docs/performance.md).
-_BUFFER = 8 * _MIB
+#: Largest size of one buffer, in bytes. On the host: what torch-rbln 0.12.0 sends in one bulk copy,
+#: so that fixed costs are small beside a step's bytes; more gains nothing, and falls out of the
+#: cores' caches between the device copy and the transpose. On the NPU, where MLA needs no host
+#: buffer, the vendor's largest bulk copy that passed (docs/performance.md).
+_HOST_BUFFER = 8 * _MIB
+_DEVICE_BUFFER = 12 * _MIB
 
 _PAGE = 4096
 _HUGE_PAGE = 2 * _MIB
@@ -151,7 +153,7 @@ class Staging:
 
     def __init__(self, host_nbytes: int, device_nbytes: int) -> None:
         # Half each, so that one can be on the link while the other is transposed.
-        nbytes = min(_BUFFER, host_nbytes // 2) & -_PAGE
+        nbytes = min(_HOST_BUFFER, host_nbytes // 2) & -_PAGE
         self.host = Buffers(host_nbytes // nbytes, nbytes, _host_memory)
         self._device_nbytes = device_nbytes
         self._lock = threading.Lock()
@@ -172,7 +174,7 @@ class Staging:
     def on_device(self, device: torch.device, dtype: torch.dtype) -> Buffers | None:
         """The buffers on an NPU, or None where the bound or its memory leaves no room for one."""
         # Half each, so that one can be on the link while the other is filled or emptied.
-        nbytes = min(_BUFFER, self._device_nbytes // 2) & -_PAGE
+        nbytes = min(_DEVICE_BUFFER, self._device_nbytes // 2) & -_PAGE
         if not nbytes:
             return None
         with self._lock:

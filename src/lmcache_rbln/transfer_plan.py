@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
 
@@ -19,8 +19,7 @@ _LEAST_STEPS = 8
 _SMALL_STEP = 2 << 20
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Tokens of a chunk, and where each layer of the cache has them.
 
     Staging holds a layer's runs end to end, in rows of one head of one token: by head, then token,
@@ -47,8 +46,7 @@ class Part:
     plane_stride: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A part in some layers: what is moved at once.
 
     Attributes:
@@ -85,9 +83,10 @@ def plan(
     Raises:
         ValueError: Not even one token of one plane and layer fits a step.
     """
-    total = max(0, len(block_ids) - skip_blocks) * paged.block_nbytes * len(paged.layers)
-    wanted = min(step_nbytes, max(_SMALL_STEP, total // _LEAST_STEPS))
     itemsize = paged.dtype.itemsize
+    num_layers = len(paged.layers)
+    total = max(0, len(block_ids) - skip_blocks) * paged.block_nbytes * num_layers
+    wanted = min(step_nbytes, max(_SMALL_STEP, total // _LEAST_STEPS))
     steps: list[Step] = []
     for chunk in range(num_chunks):
         start = chunk * blocks_per_chunk
@@ -96,9 +95,29 @@ def plan(
         for part in _parts(paged, chunk, begin - start, blocks, step_nbytes):
             lengths = tuple(length for _, length in part.runs)
             per_layer = sum(lengths)
-            for layers in _groups(len(paged.layers), max(1, wanted // (per_layer * itemsize))):
+            at_once = max(1, wanted // (per_layer * itemsize))
+            for layers in _groups(num_layers, at_once):
                 steps.append(Step(part, layers, lengths * len(layers), per_layer * len(layers)))
-    return steps
+    if paged.layout is KVLayout.MLA or len(steps) < 2:
+        return steps
+    # Nothing runs beside the transpose of the first step, on the way in, or of the last, on the
+    # way out: two threads share it.
+    return [*_halves(steps[0]), *steps[1:-1], *_halves(steps[-1])]
+
+
+def _halves(step: Step) -> list[Step]:
+    """A step, as two of half its layers if it has several."""
+    half = len(step.layers) // 2
+    if not half:
+        return [step]
+    return [
+        step._replace(
+            layers=layers,
+            lengths=step.lengths[: len(step.part.runs) * len(layers)],
+            num_elements=step.num_elements // len(step.layers) * len(layers),
+        )
+        for layers in (step.layers[:half], step.layers[half:])
+    ]
 
 
 def _parts(

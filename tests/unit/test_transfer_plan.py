@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a transfer: each byte once, none too large."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_rbln.kv_layout import KVLayout, PagedKV
+from lmcache_rbln.transfer_plan import plan
+
+
+def paged(
+    layout: KVLayout, layers: int, blocks: int, heads: int, block_size: int, head_size: int
+) -> PagedKV:
+    hnd = (heads, 1, block_size, head_size)
+    shape = {
+        KVLayout.BLOCKS_FIRST: (blocks, 2, *hnd),
+        KVLayout.KV_FIRST: (2, blocks, *hnd),
+        KVLayout.MLA: (blocks, block_size, head_size),
+    }[layout]
+    tensors = tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in range(layers))
+    return PagedKV(layout, tensors, blocks, heads, block_size, head_size)
+
+
+@given(data=st.data(), layout=st.sampled_from(list(KVLayout)))
+def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
+    draw = data.draw
+    heads = 1 if layout is KVLayout.MLA else draw(st.integers(1, 4))
+    blocks = draw(st.integers(1, 20))
+    cache = paged(
+        layout, draw(st.integers(1, 5)), blocks, heads,
+        draw(st.integers(1, 9)), draw(st.integers(1, 9)),
+    )  # fmt: skip
+    per_chunk = draw(st.integers(1, 6))
+    ids = draw(st.permutations(range(blocks)))[: draw(st.integers(1, blocks))]
+    skip = draw(st.integers(0, blocks))
+    token = cache.token_width * 2
+    limit = draw(st.integers(token, 40 * token))
+    chunks = -(-len(ids) // per_chunk)
+    steps = plan(cache, ids, chunks, per_chunk, skip, limit)
+
+    moved: dict[tuple[int, int, int], int] = {}
+    tokens: dict[tuple[int, int, int, int], int] = {}
+    for step in steps:
+        part = step.part
+        assert 0 < step.num_elements * 2 <= limit
+        assert step.num_elements == sum(step.lengths)
+        assert len(step.lengths) == len(part.runs) * len(step.layers)
+        for layer in step.layers:
+            for start, length in part.runs:
+                for element in range(start, start + length):
+                    key = (layer, 0, element)
+                    moved[key] = moved.get(key, 0) + 1
+            for plane in part.planes:
+                for at in range(part.first_token, part.first_token + part.num_tokens):
+                    place = (part.chunk, layer, plane, at)
+                    tokens[place] = tokens.get(place, 0) + 1
+    count = max(0, len(ids) - skip)
+    layers = len(cache.layers)
+    assert set(moved.values()) <= {1}
+    assert len(moved) == count * layers * cache.block_nbytes // 2
+    assert set(tokens.values()) <= {1}
+    assert len(tokens) == count * layers * cache.planes * cache.block_size
+
+
+def test_consecutive_blocks_are_one_run() -> None:
+    cache = paged(KVLayout.BLOCKS_FIRST, 1, 10, 2, 4, 8)
+    (step,) = plan(cache, [3, 4, 5, 9, 1, 2], 1, 6, 0, 1 << 20)
+    block = cache.block_nbytes // 2
+    assert step.part.runs == ((3 * block, 3 * block), (9 * block, block), (block, 2 * block))
+
+
+def test_a_block_larger_than_a_step_moves_plane_by_plane() -> None:
+    cache = paged(KVLayout.KV_FIRST, 1, 3, 2, 8, 16)
+    plane = cache.block_nbytes // 2
+    steps = plan(cache, [1], 1, 1, 0, plane)
+    assert [list(step.part.planes) for step in steps] == [[0], [1]]
+    assert all(len(step.part.runs) == 1 for step in steps)
+
+
+def test_not_even_one_token_fits() -> None:
+    cache = paged(KVLayout.MLA, 1, 3, 1, 8, 16)
+    with pytest.raises(
+        ValueError, match="room for 31 bytes at once, and one token of one layer is 32"
+    ):
+        plan(cache, [1], 1, 1, 0, 31)
