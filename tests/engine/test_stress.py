@@ -62,7 +62,7 @@ def test_the_scheduler_alone_stalls(tmp_path, model, server):
     connector's can go."""
     with (
         small_pool(tmp_path / "engine", model("llama"), server, "LMCacheMPConnector") as engine,
-        pytest.raises(processes.HangError, match=r"rbln_scheduler\.py.* in schedule"),
+        pytest.raises(processes.HangError, match=r"llm_engine\.py.* in step"),
     ):
         three_that_stall(engine, server, seconds=60)
 
