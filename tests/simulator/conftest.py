@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_rbln import simulator
-from tests.stub.simulator.native import SUCCESS, Runtime
+from tests.simulator.native import SUCCESS, Runtime
 
 #: Runs a Python script with the simulated NPUs of a host of its own; settings are keywords.
 Script = Callable[..., "subprocess.CompletedProcess[str]"]

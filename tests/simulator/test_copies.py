@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_rbln import simulator
-from tests.stub.simulator.native import FAILURE, INVALID, SUCCESS
+from tests.simulator.native import FAILURE, INVALID, SUCCESS
 
 KIB = 1 << 10
 MIB = 1 << 20

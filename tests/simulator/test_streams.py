@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lmcache_rbln import simulator
-from tests.stub.simulator.native import FAILURE, SUCCESS
+from tests.simulator.native import FAILURE, SUCCESS
 
 SIZE = 1 << 16
 ROUNDS = 20

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_rbln import simulator
-from tests.stub.simulator.native import FAILURE, INVALID, SUCCESS
+from tests.simulator.native import FAILURE, INVALID, SUCCESS
 
 MIB = 1 << 20
 

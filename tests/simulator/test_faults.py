@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_rbln import simulator
-from tests.stub.simulator.native import FAILURE, SUCCESS
+from tests.simulator.native import FAILURE, SUCCESS
 
 CALLS = {
     "h2v": lambda t: t.device.copy_(t.host),
