@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hardware lane: everything that a real NPU can be asked, and one report file of it.
 
-``python -m tests.hardware.lane [--report FILE]``, which is what ``nox -s hardware`` runs, in the
+``python -m tests.hardware [--report FILE]``, which is what ``nox -s hardware`` runs, in the
 environment that has the vendor's stack. Exit code 0 only if every step ran on a real NPU and
 passed: no NPU, a simulated one, or a skipped test is a failure.
 """
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 if every step passed on a real NPU, else 1.
     """
-    parser = argparse.ArgumentParser(prog="python -m tests.hardware.lane", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.hardware", description=__doc__)
     parser.add_argument("--report", type=Path, default=Path("hardware-report.json"))
     args = parser.parse_args(argv)
     console = Console()
@@ -224,7 +224,3 @@ def show(console: Console, steps: list[Step]) -> None:
         verdict = "[green]passed[/]" if step.passed else "[bold red]failed[/]"
         table.add_row(step.name, verdict, f"{step.seconds:.1f}", step.found)
     console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,7 +25,7 @@ def test_it_fails_without_an_npu(runtime: str, tmp_path: Path) -> None:
             folder for folder in folders if not Path(folder, "librbln.so").exists()
         )
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hardware.lane", "--report", tmp_path / "report.json"],
+        [sys.executable, "-m", "tests.hardware", "--report", tmp_path / "report.json"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -92,7 +92,7 @@ def said(tree: ast.AST) -> Iterator[tuple[ast.expr, int]]:
             yield (call if kind in MAKERS else call.args[0]), node.lineno
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if re.fullmatch(r"_?logger(\(\))?\.(warning|error)|_unavailable", name):
+            if re.fullmatch(r"(_?logger|init_logger)(\(.*\))?\.(warning|error)|_unavailable", name):
                 yield node.args[0], node.lineno
             elif name == "_say" and ast.unparse(node.args[0]) in ("'warning'", "'error'"):
                 yield node.args[1], node.lineno
