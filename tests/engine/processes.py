@@ -180,7 +180,7 @@ class Engine:
             self.stop()
             raise
 
-    def generate(self, prompts, max_tokens=16, metrics=False, seconds=ANSWER_SECONDS, **sampling):
+    def generate(self, prompts, max_tokens=16, seconds=ANSWER_SECONDS, **sampling):
         """Greedy tokens unless `sampling` says otherwise.
 
         Returns:
@@ -190,7 +190,7 @@ class Engine:
             HangError: there is no answer after `seconds`.
         """
         sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
-        self._order({"prompts": prompts, "sampling": sampling, "metrics": metrics})
+        self._order({"prompts": prompts, "sampling": sampling})
         return self._answer(seconds)
 
     def _order(self, order):

@@ -76,17 +76,17 @@ def test_preemption(tmp_path, model, reference, server, connector):
         settings={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         options=("--delay-us", "500"),
         watched=[server],
-        num_gpu_blocks_override=18,
+        num_gpu_blocks_override=15,
         **usual,
     ) as engine:
         preemptions = 0
         for seed in range(2):
             prompts = load(seed)
-            out = engine.generate(prompts, max_tokens=60, metrics=True)
+            out = engine.generate(prompts, max_tokens=60)
             preemptions = out["metrics"]["vllm:num_preemptions"]
             for prompt, tokens in zip(prompts, out["tokens"], strict=True):
                 # Every token is the reference's own choice, up to ties of the last bit.
                 assert len(tokens) == 60
                 assert reference("llama").shortfall(prompt, tokens) < 1e-3
-        assert preemptions >= 10, "the pool is too large to stress anything"
+        assert preemptions >= 8, "the pool is too large to stress anything"
         assert connector is None or sum(out["cached"]) > 0

@@ -34,13 +34,7 @@ def main() -> None:
         answer(
             tokens=[list(o.outputs[0].token_ids) for o in outputs],
             cached=[o.num_cached_tokens or 0 for o in outputs],
-            metrics={
-                m.name: m.value
-                for m in llm.get_metrics()
-                if isinstance(getattr(m, "value", 0), (int, float))
-            }
-            if order["metrics"]
-            else {},
+            metrics={m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")},
         )
 
 
