@@ -32,8 +32,9 @@ from lmcache_rbln.kv_layout import KVLayout, PagedKV
 from lmcache_rbln.staging import Buffer, Buffers, Staging
 from lmcache_rbln.transfer_plan import Step, plan
 
-#: Threads that help the transfers of the process; the calling threads work as well.
-_HELPERS = 1
+#: Threads that help the transfers of the process; the calling threads work as well. Most of the
+#: time they wait for the link: with three, one is there when it is free (docs/performance.md).
+_HELPERS = 2
 
 #: Seconds after which threads and staging that nobody used are given back.
 _IDLE_S = 10.0
@@ -160,11 +161,21 @@ class _Route(ABC):
 
     def _blocks(self, step: Step) -> list[torch.Tensor]:
         """The step's runs in the cache, in staging order, one axis each."""
-        return [
-            layer.as_strided((length,), (1,), layer.storage_offset() + start)
-            for layer in self._layers[step.layers.start : step.layers.stop]
-            for start, length in step.part.runs
-        ]
+        layers = self._layers[step.layers.start : step.layers.stop]
+        if step.part.cut is None:
+            return [
+                layer.as_strided((length,), (1,), layer.storage_offset() + start)
+                for layer in layers
+                for start, length in step.part.runs
+            ]
+        start, lengths, which = step.part.cut
+        whole = (sum(lengths),)
+        blocks: list[torch.Tensor] = []
+        for layer in layers:
+            stretch = layer.as_strided(whole, (1,), layer.storage_offset() + start)
+            pieces = stretch.split_with_sizes(lengths)
+            blocks += [pieces[index] for index in which]
+        return blocks
 
 
 class _HndRoute(_Route):

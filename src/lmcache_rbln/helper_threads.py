@@ -44,7 +44,11 @@ class HelperThreads:
             return
         with self._lock:
             while len(self._threads) < self.limit:
-                thread = threading.Thread(target=self._serve, name="lmcache-rbln", daemon=True)
+                # The others go where the scheduler puts them.
+                apart = not self._threads
+                thread = threading.Thread(
+                    target=self._serve, args=(apart,), name="lmcache-rbln", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads, or the interpreter is ending
@@ -69,7 +73,7 @@ class HelperThreads:
         for thread in threads:
             thread.join(timeout=10)
 
-    def _serve(self) -> None:
+    def _serve(self, apart: bool) -> None:
         while True:
             try:
                 asked = self._asked.get(timeout=self._idle_s)
@@ -81,7 +85,8 @@ class HelperThreads:
                 break
             invitation, work, cpu = asked
             if invitation.set_running_or_notify_cancel():
-                _keep_off(cpu)
+                if apart:
+                    _keep_off(cpu)
                 try:
                     work()
                 except BaseException as exc:

@@ -7,7 +7,7 @@ within these bounds, in whole MiB:
 ======================================  =======  ==================================================
 variable                                default  bounds
 ======================================  =======  ==================================================
-``LMCACHE_RBLN_STAGING_MB``             16       host memory of the process
+``LMCACHE_RBLN_STAGING_MB``             24       host memory of the process
 ``LMCACHE_RBLN_DEVICE_STAGING_MB``      24       memory on each NPU, for each dtype; 0: none is used
 ======================================  =======  ==================================================
 """
@@ -29,7 +29,7 @@ HOST_VARIABLE = "LMCACHE_RBLN_STAGING_MB"
 DEVICE_VARIABLE = "LMCACHE_RBLN_DEVICE_STAGING_MB"
 
 _MIB = 1 << 20
-_HOST_CAP = 16 * _MIB
+_HOST_CAP = 24 * _MIB
 _DEVICE_CAP = 24 * _MIB
 
 #: Largest size of one buffer, in bytes. On the host: what torch-rbln 0.12.0 sends in one bulk copy,
@@ -152,8 +152,8 @@ class Staging:
     """
 
     def __init__(self, host_nbytes: int, device_nbytes: int) -> None:
-        # Half each, so that one can be on the link while the other is transposed.
-        nbytes = min(_HOST_BUFFER, host_nbytes // 2) & -_PAGE
+        # A third each, so that one can be on the link while others are transposed.
+        nbytes = min(_HOST_BUFFER, host_nbytes // 3) & -_PAGE
         self.host = Buffers(host_nbytes // nbytes, nbytes, _host_memory)
         self._device_nbytes = device_nbytes
         self._lock = threading.Lock()

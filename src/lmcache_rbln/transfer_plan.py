@@ -18,6 +18,10 @@ from lmcache_rbln.kv_layout import KVLayout, PagedKV
 _LEAST_STEPS = 8
 _SMALL_STEP = 2 << 20
 
+#: From so many runs on, one cut of a layer costs less than a view of each: besides the time, a view
+#: gives the interpreter's lock away and has to get it back.
+_FEW_RUNS = 4
+
 
 class Part(NamedTuple):
     """Tokens of a chunk, and where each layer of the cache has them.
@@ -31,6 +35,8 @@ class Part(NamedTuple):
         num_tokens: How many.
         planes: Which planes of the chunk.
         runs: Start and length, in elements of a layer, of each contiguous run.
+        cut: How to get all runs by cutting a layer once: where to start, the lengths of the pieces,
+            and which pieces are the runs. None where runs are few, or blocks repeat.
         block_tokens: Tokens of one block.
         block_stride: Rows in staging from one block to the next.
         plane_stride: Rows in staging from one plane to the next.
@@ -41,6 +47,7 @@ class Part(NamedTuple):
     num_tokens: int
     planes: range
     runs: tuple[tuple[int, int], ...]
+    cut: tuple[int, list[int], list[int]] | None
     block_tokens: int
     block_stride: int
     plane_stride: int
@@ -165,6 +172,7 @@ def _whole_blocks(paged: PagedKV, chunk: int, first_block: int, blocks: Sequence
         num_tokens=len(blocks) * paged.block_size,
         planes=range(paged.planes),
         runs=runs,
+        cut=_cut(runs),
         block_tokens=paged.block_size,
         block_stride=block_stride,
         plane_stride=plane_stride,
@@ -186,12 +194,14 @@ def _slice(
             (first_row + head * paged.block_size + tokens.start, len(tokens))
             for head in range(paged.num_heads)
         ]
+    runs = tuple((row * paged.head_size, count * paged.head_size) for row, count in row_runs)
     return Part(
         chunk=chunk,
         first_token=position * paged.block_size + tokens.start,
         num_tokens=len(tokens),
         planes=range(plane, plane + 1),
-        runs=tuple((row * paged.head_size, count * paged.head_size) for row, count in row_runs),
+        runs=runs,
+        cut=_cut(runs),
         block_tokens=len(tokens),
         block_stride=0,
         plane_stride=0,
@@ -209,6 +219,24 @@ def _joined(blocks: Sequence[int]) -> list[tuple[int, int]]:
         previous = block
     runs.append((first, previous + 1 - first))
     return runs
+
+
+def _cut(runs: Sequence[tuple[int, int]]) -> tuple[int, list[int], list[int]] | None:
+    if len(runs) < _FEW_RUNS:
+        return None
+    pieces: list[int] = []
+    which = [0] * len(runs)
+    first = reached = min(runs)[0]
+    for index in sorted(range(len(runs)), key=runs.__getitem__):
+        start, length = runs[index]
+        if start < reached:
+            return None
+        if start > reached:
+            pieces.append(start - reached)
+        which[index] = len(pieces)
+        pieces.append(length)
+        reached = start + length
+    return first, pieces, which
 
 
 def _groups(num_layers: int, at_most: int) -> list[range]:

@@ -448,5 +448,5 @@ def test_no_thread_is_left_at_exit_nor_when_idle() -> None:
         print("alive", [x.is_alive() for x in helpers])
         """
     )
-    assert "alive [False]" in said
+    assert "alive [False, False]" in said
     assert "rbln_free skipped" not in said
