@@ -135,10 +135,10 @@ def bench(session: nox.Session) -> None:
     session.run("lmcache-rbln", "bench", *(session.posargs or ["--accept"]))
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def hardware(session: nox.Session) -> None:
     """On a host with an NPU, on the vendor's stack as it is there; fails without an NPU."""
-    session.run("python", "-m", "tests.hardware", *session.posargs, external=True)
+    session.run("python", "-m", "tests.hardware", *session.posargs)
 
 
 @nox.session

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_rbln import simulator
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 
 #: Two stores of four blocks, a retrieve of three, and a store that is refused.
@@ -49,7 +50,7 @@ def run(code: str, **env: str) -> tuple[str, str]:
     """Run code on the simulated NPU; what it printed, and what it logged."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **env},
+        env={**os.environ, "RBLN_SIM_HOST": simulator.unique_host("telemetry"), **env},
         capture_output=True,
         text=True,
         timeout=240,
@@ -220,7 +221,11 @@ def test_what_was_agreed_at_registration(shared: bool) -> None:
         done = subprocess.run(
             [sys.executable, "-c", REGISTER, server.url, str(server.shm_path or "")],
             # With the guard, a segment that cannot be mapped is refused.
-            env={**os.environ, "LMCACHE_RBLN_GUARD": "0"},
+            env={
+                **os.environ,
+                "RBLN_SIM_HOST": simulator.unique_host("telemetry"),
+                "LMCACHE_RBLN_GUARD": "0",
+            },
             capture_output=True,
             text=True,
             timeout=240,
