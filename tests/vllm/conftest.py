@@ -51,6 +51,7 @@ os.environ.update(lmcache_rbln.simulator.engine.environment())
 sys.path[:0] = [str(Path(__file__).parent), str(lmcache_rbln.simulator.engine.site_directory())]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
