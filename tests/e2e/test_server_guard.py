@@ -229,31 +229,56 @@ def test_a_server_without_the_guard(peer, caplog, monkeypatch):
         server.stop()
 
 
-def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing(guarded):
-    environment = simulator.environment(
-        faults="v2h@1=hang=600", host=simulator.unique_host("killed")
-    )
+def killed(fault: str) -> WorkerProcess:
+    """A worker process that will hang at the call that ``fault`` names."""
+    environment = simulator.environment(faults=fault, host=simulator.unique_host("killed"))
+    # Its scratch copies would be counted too.
+    return WorkerProcess("killed", environment={**environment, "LMCACHE_RBLN_SELF_CHECK": "0"})
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def test_workers_killed_in_the_middle_of_a_transfer_leave_nothing(guarded):
+    wiped = small("kv_first").layers  # copies to the NPU before the first of the retrieve
     with (
         Peer(guarded, "killed", small("kv_first")) as reader,
-        WorkerProcess("killed", environment={**environment, "LMCACHE_RBLN_SELF_CHECK": "0"}) as one,
+        killed("v2h@1=hang=600") as storing,
+        killed(f"h2v@{wiped + 1}=hang=600") as retrieving,
     ):
-        one.call("connect", url=guarded.url, model_name="killed")
-        one.call("register", geometry=asdict(small("kv_first")))
-        before = l1(guarded).write_locked
-        one.begin("store", token_ids=token_ids(9, CHUNKS), block_ids=BLOCKS, request_id="never")
-        deadline = time.monotonic() + 30
-        while l1(guarded).write_locked == before:
-            assert time.monotonic() < deadline, "the store never began"
-            time.sleep(0.1)
-        one.kill()
-        # It is reaped between one and one and a quarter time-outs after its last sign of life.
-        deadline = time.monotonic() + 1.25 * REAP + 5
-        while "Reaped non-GPU instance" not in guarded.log_tail(10_000):
+        reader.write(8, BLOCKS)
+        assert reader.store(8, BLOCKS, chunks=CHUNKS) is True
+        for process in (storing, retrieving):
+            process.call("connect", url=guarded.url, model_name="killed")
+            process.call("register", geometry=asdict(small("kv_first")))
+        wait_for(lambda: l1(guarded).write_locked == 0, 2 * WRITE_LOCK, "locks of other tests")
+        before = l1(guarded)
+        old = {"token_ids": token_ids(8, CHUNKS), "request_id": "old"}
+        new = {"token_ids": token_ids(9, CHUNKS), "request_id": "new"}
+        assert retrieving.call("lookup", **old)
+        retrieving.begin("retrieve", block_ids=BLOCKS, **old)
+        time.sleep(3)  # Nothing shows from outside that it has begun.
+        storing.begin("store", block_ids=BLOCKS, **new)
+        wait_for(lambda: l1(guarded).write_locked == CHUNKS, 30, "the store never began")
+        assert l1(guarded).read_locked == before.read_locked + CHUNKS
+        storing.kill()
+        retrieving.kill()
+
+        def both_reaped() -> bool:
+            reader.client.ping()  # or it would be reaped with them
             assert reader.hits(9, CHUNKS) == 0
-            assert time.monotonic() < deadline, "the worker was not reaped"
-            time.sleep(1)
+            return guarded.log_tail(10_000).count("Reaped non-GPU instance") == 2
+
+        # Between one and one and a quarter time-outs after the last sign of life.
+        wait_for(both_reaped, 1.25 * REAP + 5, "the workers were not reaped")
         assert reader.hits(9, CHUNKS) == 0
-        assert l1(guarded).write_locked == 0
+        after = l1(guarded)
+        assert (after.write_locked, after.read_locked) == (0, 0)
+        expect_exact(reader, 8)
         reader.write(9, BLOCKS)
         assert reader.store(9, BLOCKS, chunks=CHUNKS) is True
         expect_exact(reader, 9)
