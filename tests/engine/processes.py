@@ -173,6 +173,7 @@ class Engine:
         os.close(writing)
         self._answers = reading
         self._pending = b""
+        self._hangs = False
         try:
             self._order(llm)
             self.num_gpu_blocks = self._answer()["num_gpu_blocks"]
@@ -208,6 +209,7 @@ class Engine:
         while b"\n" not in self._pending:
             left = deadline - time.monotonic()
             if left <= 0:
+                self._hangs = True
                 found = "\n".join(stacks(p.pid, p.log) for p in (self.process, *self.watched))
                 raise HangError(f"no answer in {seconds} s. {self.process.tail(30)}\n{found}")
             if select.select([self._answers], [], [], min(left, 1.0))[0]:
@@ -225,10 +227,11 @@ class Engine:
         """End the engine: by closing its input, and by force if that does not do."""
         with contextlib.suppress(OSError):
             self.process.stdin.close()
-        deadline = time.monotonic() + 30
+        patience = 0 if self._hangs else 30
+        deadline = time.monotonic() + patience
         while self.process.running() and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.process.stop()
+        self.process.stop(patience)
         os.close(self._answers)
 
     def __enter__(self):
