@@ -151,8 +151,8 @@ def environment() -> dict[str, str]:
 THREADS = 4
 
 #: Staging buffers on the NPU that one transfer makes and another does without: they are dropped
-#: after a failure, and after some seconds without a transfer.
-SPARE_BUFFERS = 2
+#: after a failure, and after some seconds without a transfer. At most one a thread that moves steps.
+SPARE_BUFFERS = 3
 
 
 def _mapped_segments() -> set[str]:
