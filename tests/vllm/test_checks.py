@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm_harness import probes
-from vllm_harness.engine import QUICK, kv_cache_config, prompt, vllm_config, write_model
+from vllm_harness.engine import TIMEOUTS, kv_cache_config, prompt, vllm_config, write_model
 from vllm_harness.kv import Geometry
 
 from lmcache_rbln.integration.vllm import settings
@@ -46,8 +46,7 @@ def connect(tmp_path: Path) -> Callable[..., RBLNLMCacheConnectorV1]:
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {
-                **QUICK,
-                "lmcache.mp.mq_timeout": 1.0,
+                **TIMEOUTS,
                 "lmcache.mp.server_urls": url,
                 **extra,
             },
@@ -61,7 +60,7 @@ def connect(tmp_path: Path) -> Callable[..., RBLNLMCacheConnectorV1]:
 
 def test_no_server(connect: Any) -> None:
     with pytest.raises(ConnectionError) as failure:
-        connect()
+        connect(**{"lmcache.mp.mq_timeout": 1.0})
     for part in (NOWHERE, "lmcache server", "engine_driven", "LMCACHE_RBLN_SERVER"):
         assert part in str(failure.value)
 
@@ -77,7 +76,7 @@ def test_a_server_that_serves_no_engine_driven_worker(
 ) -> None:
     server = own_server(arguments=["--supported-transfer-mode", "lmcache_driven"])
     with pytest.raises(ConnectionError) as failure:
-        connect(server.url, role=KVConnectorRole.WORKER)
+        connect(server.url, role=KVConnectorRole.WORKER, **{"lmcache.mp.mq_timeout": 8.0})
     assert server.url in str(failure.value)
     assert "--supported-transfer-mode engine_driven" in str(failure.value)
 
@@ -101,7 +100,7 @@ def test_the_optimum_path(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="--model-impl vllm"):
         connect(change=path(OptimumRBLNConfig))
     with pytest.raises(ConnectionError):
-        connect(change=path(RBLNConfig))
+        connect(change=path(RBLNConfig), **{"lmcache.mp.mq_timeout": 1.0})
     monkeypatch.setenv("_VLLM_RBLN_RESOLVED_MODEL_IMPL", "optimum")
     with pytest.raises(ValueError, match="--model-impl vllm"):
         connect()

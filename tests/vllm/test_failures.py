@@ -121,7 +121,7 @@ def test_a_dead_server_means_recompute(
         mortal_server.url,
         Geometry(layout),
         connector=connector,
-        extra={"lmcache.mp.mq_timeout": 2.0},
+        extra={"lmcache.mp.mq_timeout": 4.0, "lmcache.mp.heartbeat_interval": 2.0},
     )
     tokens = prompt(30, 200)
     engine.run_one(tokens)

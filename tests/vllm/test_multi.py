@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from vllm_harness import probes
-from vllm_harness.engine import CONNECTORS, QUICK, Engine, prompt
+from vllm_harness.engine import CONNECTORS, TIMEOUTS, Engine, prompt
 from vllm_harness.kv import LAYOUTS, Geometry
 
 from lmcache_rbln.lmcache_compat.worker import WorkerClient
@@ -33,7 +33,7 @@ def transfer(*children: tuple[str, str]) -> dict[str, Any]:
                     **CONNECTORS[name],
                     "kv_role": "kv_both",
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {**QUICK, "lmcache.mp.server_urls": url},
+                    "kv_connector_extra_config": {**TIMEOUTS, "lmcache.mp.server_urls": url},
                 }
                 for name, url in children
             ]

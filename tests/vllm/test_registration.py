@@ -81,7 +81,8 @@ def test_workers_that_are_silent(own_server: Callable[..., Any], engines: Engine
     server = own_server(arguments=limits)
     geometry = Geometry("blocks_first")
     engine = engines(server.url, geometry, finalize=False, workers=(0,))
-    stock = engines(server.url, geometry, connector="stock", workers=(1,))
+    soon = {"lmcache.mp.mq_timeout": 5.0}
+    stock = engines(server.url, geometry, connector="stock", workers=(1,), extra=soon)
     time.sleep(38)
     engine.workers[0].call("finalize")
     for each in (engine, stock):

@@ -51,8 +51,9 @@ CONNECTORS: dict[str, dict[str, str]] = {
     },
 }
 
-#: Short enough that a dead server is a matter of seconds in a test.
-QUICK = {"lmcache.mp.mq_timeout": 5.0, "lmcache.mp.heartbeat_interval": 1.0}
+#: Long enough for a busy machine: a ping that takes longer than the heartbeat's interval makes
+#: LMCache drop stores and lookups for a while. Tests of a dead server have shorter ones.
+TIMEOUTS = {"lmcache.mp.mq_timeout": 20.0, "lmcache.mp.heartbeat_interval": 5.0}
 
 
 def write_model(folder: Path, geometry: Geometry, tensor_parallel: int = 1) -> Path:
@@ -209,7 +210,7 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
-                    **QUICK,
+                    **TIMEOUTS,
                     "lmcache.mp.server_urls": server_url,
                     **(extra or {}),
                 },
