@@ -104,7 +104,7 @@ def demo(session: nox.Session) -> None:
 def engine(session: nox.Session) -> None:
     """vLLM-RBLN's real engine on the simulated NPU: right tokens, cold and from the cache."""
     install_engine(session)
-    session.run("pytest", "-m", "engine", "tests/engine", *session.posargs)
+    session.run(*PYTEST, "tests/engine", *session.posargs)
 
 
 @nox.session
