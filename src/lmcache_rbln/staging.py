@@ -101,12 +101,12 @@ class Buffers:
             # A copy that failed may not have ended: its buffer is nobody's from here on.
             with self._returned:
                 self._made -= 1
-                self._returned.notify()
+                self._returned.notify_all()
             raise
         with self._returned:
             self._free.append(buffer)
             self._last_return = time.monotonic()
-            self._returned.notify()
+            self._returned.notify_all()
 
     def prepare(self) -> None:
         """Make the first buffer, if there is none.
@@ -134,11 +134,12 @@ class Buffers:
                         buffer = Buffer(self._allocate(self.nbytes))
                     except (RuntimeError, OSError):
                         if not self._made:
+                            self._returned.notify_all()  # nobody else will get one either
                             raise
-                        self._count = self._made  # make do with those there are
-                        continue
-                    self._made += 1
-                    return buffer
+                        # Make do with those there are.
+                    else:
+                        self._made += 1
+                        return buffer
                 self._returned.wait()
             return self._free.pop()
 

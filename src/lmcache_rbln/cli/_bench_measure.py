@@ -110,18 +110,13 @@ class Setup:
 
     def theirs(self, kernels: ModuleType) -> Way | None:
         """The torch kernels of a bundled backend, chunk by chunk; None if they lack the layout."""
-        # The pre-release has both HND layouts; releases have K/V-first only, under the short name.
-        both = hasattr(kernels, "gather_blocks_to_chunk_hnd_kv_first")
-        suffix = {
-            "blocks_first": "hnd" if both else "none",
-            "kv_first": "hnd_kv_first" if both else "hnd",
-            "mla": "mla",
-        }[self.row.layout]
-        gather = getattr(kernels, f"gather_blocks_to_chunk_{suffix}", None)
-        scatter = getattr(kernels, f"scatter_chunk_to_blocks_{suffix}", None)
+        suffix = _suffix(kernels, self.row.layout)
+        gather = getattr(kernels, f"gather_blocks_to_chunk{suffix}", None)
+        scatter = getattr(kernels, f"scatter_chunk_to_blocks{suffix}", None)
         if gather is None or scatter is None:
             return None
-        layers = self.layers if suffix == "mla" else [layer.squeeze(3) for layer in self.layers]
+        hnd = self.row.layout != "mla"
+        layers = [layer.squeeze(3) for layer in self.layers] if hnd else self.layers
         each = self.row.blocks_per_chunk
         parts = [
             (layers, self.block_ids[at * each : (at + 1) * each], chunk)
@@ -157,6 +152,17 @@ class Setup:
         return functools.partial(
             block_transfer._share_out, steps, move, paged.device, shared.helpers
         )
+
+
+def _suffix(kernels: ModuleType, layout: str) -> str:
+    """How a release calls the kernels of a layout; names that it lacks are not found."""
+    if layout == "mla":
+        return "_mla"
+    if hasattr(kernels, "gather_blocks_to_chunk_hnd_kv_first"):  # 0.5.7rc3: both HND layouts
+        return "_hnd" if layout == "blocks_first" else "_hnd_kv_first"
+    if layout == "blocks_first":
+        return "_blocks_first"
+    return "_hnd" if hasattr(kernels, "gather_blocks_to_chunk_hnd") else ""  # 0.5.6; 0.5.4, 0.5.5
 
 
 def bundled_kernels() -> ModuleType | None:
