@@ -27,8 +27,8 @@ def small(layout: str, *, layers: int = 3, blocks: int = 24) -> Geometry:
 
 
 def token_ids(content: int, chunks: int) -> list[int]:
-    """Tokens that name a content; no two contents share a chunk."""
-    return [content * 1_000_003 + position for position in range(chunks * CHUNK)]
+    """Tokens that name a content, of 32 bits; no two contents share a chunk."""
+    return [content * 1024 + position for position in range(chunks * CHUNK)]
 
 
 class Peer:

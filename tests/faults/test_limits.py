@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,16 @@ def test_ten_thousand_transfers_leave_nothing():
         Peer(server, "long", small("kv_first")) as peer,
     ):
         peer.write(1, blocks)
-        failed = 0
+        # A store that finds no room while LMCache evicts in the background is skipped: a miss.
+        outcomes: Counter[bool | None] = Counter()
         for content in range(count):
             if content == count // 5:
                 before, memory = Resources.now(), resident(os.getpid())
                 server_memory = resident(server.pid)
-            failed += peer.store(content, blocks, chunks=chunks) is not True
-            failed += peer.retrieve(content, blocks, chunks=chunks) is not True
-        assert failed == 0
+            assert peer.store(content, blocks, chunks=chunks) is True
+            outcomes[peer.retrieve(content, blocks, chunks=chunks)] += 1
+        assert outcomes[False] == 0
+        assert outcomes[True] > 0.7 * count
         assert peer.difference(1, blocks) == ""
         assert Resources.now().leaked_since(before) == ""
         after = l1(server)

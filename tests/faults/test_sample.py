@@ -4,6 +4,7 @@ runs all of them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ CASES = 12
 def servers() -> Iterator[matrix.Servers]:
     with matrix.Servers() as servers:
         yield servers
+
+
+@pytest.fixture(autouse=True)
+def unlogged() -> Iterator[None]:
+    """Pytest would keep the tracebacks of failures, and with them the buffers they were met with."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("mode", matrix.MODES)

@@ -10,8 +10,8 @@ leaves read locks and stops the engine. A segment that was cut short, or a full 
 the worker with SIGBUS at the first touch. And a worker that cannot map the segment falls back to
 pickle, which the server does not notice: every chunk is lost.
 With the guard a failed store gives its reservation up before its result is seen; a failed retrieve
-releases its locks and is reported as failed; a slot is checked and faulted in before it is used; a segment
-that cannot be mapped refuses the registration.
+releases its locks and is reported as failed; a slot is checked and faulted in before it is used; a
+segment that cannot be mapped refuses the registration.
 Where the server has no guard, a reservation cannot be given up: the worker warns once, and reports
 stores of the chunks concerned as failed.
 Versions: 0.5.4, 0.5.5, 0.5.6.
