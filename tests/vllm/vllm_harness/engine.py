@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,9 @@ class Engine:
         self._note_loads()
         self._note_events()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, len(self.workers))
+        # LMCache's server keeps sessions by request id, for all engines: as in vLLM, none is used
+        # twice.
+        self._name = uuid.uuid4().hex[:12]
         self._count = 0
         #: Every request ever added.
         self.requests: dict[str, Request] = {}
@@ -296,7 +300,7 @@ class Engine:
 
     def add(self, prompt: Sequence[int], max_tokens: int = 1, request_id: str | None = None) -> str:
         self._count += 1
-        request_id = request_id or f"r{self._count}"
+        request_id = request_id or f"{self._name}-{self._count}"
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
