@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_rbln._log import logger_of
+
 HOST_VARIABLE = "LMCACHE_RBLN_STAGING_MB"
 DEVICE_VARIABLE = "LMCACHE_RBLN_DEVICE_STAGING_MB"
 
@@ -38,6 +40,8 @@ _DEVICE_CAP = 24 * _MIB
 #: buffer, the vendor's largest bulk copy that passed (docs/performance.md).
 _HOST_BUFFER = 8 * _MIB
 _DEVICE_BUFFER = 12 * _MIB
+
+_logger = logger_of("staging")
 
 _PAGE = 4096
 _HUGE_PAGE = 2 * _MIB
@@ -204,10 +208,7 @@ class Staging:
     def _warn_once(self, device: torch.device, nbytes: int, reason: RuntimeError) -> None:
         if device not in self._warned:
             self._warned.add(device)
-            # Not at import: LMCache, while it initialises, imports this module.
-            from lmcache.logging import init_logger
-
-            init_logger("lmcache_rbln.staging").warning(
+            _logger().warning(
                 "%s has no %d bytes to spare: KV transfers do without staging there, which is "
                 "slower for small blocks and for MLA (%s)",
                 device, nbytes, reason,

@@ -79,7 +79,11 @@ def test_the_bundled_backend_can_be_pinned() -> None:
         "import lmcache",
         "import torch",
         "import lmcache.v1.gpu_connector.utils",
-        "import lmcache_rbln.device_ops",
+        "import lmcache_rbln.lmcache_compat.takeover",
+        "import lmcache_rbln.lmcache_compat.blocks_first",
+        "import lmcache_rbln.lmcache_compat.registration",
+        "import lmcache_rbln.lmcache_compat.server_guard",
+        "import lmcache_rbln.lmcache_compat.worker_guard",
     ],
 )
 def test_any_import_order(first: str) -> None:

@@ -17,9 +17,10 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from lmcache.logging import init_logger
 
-logger = init_logger("lmcache_rbln.blocks_first")
+from lmcache_rbln._log import logger_of
+
+_logger = logger_of("blocks_first")
 
 _REGISTRY_MODULE = "lmcache.v1.gpu_connector.kv_format.detectors.registry"
 
@@ -48,7 +49,7 @@ def _install(registry: ModuleType) -> None:
         if not callable(original.discover):
             raise TypeError(f"{original!r}.discover is not callable")
     except (AttributeError, KeyError, TypeError) as exc:
-        logger.warning(
+        _logger().warning(
             "lmcache-rbln cannot add its KV layouts to LMCache (%s has changed: %r): blocks-first "
             "caches cannot be registered. This release of LMCache is not supported.",
             _REGISTRY_MODULE,

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
-from lmcache.logging import init_logger
 
-logger = init_logger("lmcache_rbln.registration")
+from lmcache_rbln._log import logger_of
+
+_logger = logger_of("registration")
 
 _MODULE = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
@@ -35,7 +36,7 @@ def _install(module: ModuleType) -> None:
         for name in ("create_engine_driven_context", "EngineDrivenTransferContext.register"):
             wrapt.resolve_path(module, name)
     except AttributeError as exc:
-        logger.debug("no line at registration: %s has changed (%s)", _MODULE, exc)
+        _logger().debug("no line at registration: %s has changed (%s)", _MODULE, exc)
         return
     wrapt.wrap_function_wrapper(module, "create_engine_driven_context", _note_offer)
     wrapt.wrap_function_wrapper(module, "EngineDrivenTransferContext.register", _register)
@@ -56,7 +57,7 @@ def _register(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
         _report(instance, list(given["kv_caches"].values()), int(given["blocks_in_chunk"]))
     except Exception as exc:
         # The registration stands; only its line is lost.
-        logger.debug("no line at registration: %r", exc)
+        _logger().debug("no line at registration: %r", exc)
     return result
 
 
@@ -75,7 +76,7 @@ def _report(context: Any, layers: list[Any], blocks_in_chunk: int) -> None:
     shared = isinstance(transport, EngineDrivenContextShm)
     asynchronous = isinstance(context, AsyncEngineDrivenTransferContext)
     offer = getattr(transport, "lmcache_rbln_offer", "")
-    logger.info(
+    _logger().info(
         "KV cache registered: %d layers, %s, %d blocks of %d tokens, %d heads of %d, %s on %s; "
         "%d bytes a block, %d blocks a chunk; transport %s, stores %s",
         len(paged.layers),
@@ -94,7 +95,7 @@ def _report(context: Any, layers: list[Any], blocks_in_chunk: int) -> None:
     if shared:
         return
     if offer:
-        logger.warning(
+        _logger().warning(
             "The LMCache server offers the shared memory %s, but this worker cannot map it and "
             "pickles, which LMCache's server does not expect: nothing will be found again. Run "
             "server and worker with the same /dev/shm (containers: --ipc=host, or "
@@ -102,7 +103,7 @@ def _report(context: Any, layers: list[Any], blocks_in_chunk: int) -> None:
             offer,
         )
     else:
-        logger.warning(
+        _logger().warning(
             "The LMCache server offers no shared memory, and chunks are pickled, 10 to 50 times "
             "slower: start it with %s on this host, and with /dev/shm larger than --l1-size-gb.",
             _SHARED_MEMORY_FLAGS,

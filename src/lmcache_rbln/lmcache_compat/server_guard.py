@@ -17,7 +17,6 @@ Changes nothing for workers that move KV in another way.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from types import ModuleType
@@ -26,6 +25,7 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln import __version__
+from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
 
 _TRANSFER_MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
@@ -43,12 +43,7 @@ _RELIED_ON_STRATEGY = {
 }
 
 
-@functools.cache
-def _logger() -> Any:
-    # Not at import: LMCache, if it starts only then, would find this module half initialised.
-    from lmcache.logging import init_logger
-
-    return init_logger("lmcache_rbln.server_guard")
+_logger = logger_of("server_guard")
 
 
 class _ChangedError(Exception):

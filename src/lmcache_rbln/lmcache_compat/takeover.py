@@ -16,10 +16,10 @@ import sys
 from typing import Any
 
 import importlib_metadata
-from lmcache.logging import init_logger
-from lmcache.v1.platform.base.device_spec import DeviceSpec
 
-logger = init_logger("lmcache_rbln.takeover")
+from lmcache_rbln._log import logger_of
+
+_logger = logger_of("takeover")
 
 BACKEND_NAME = "rbln"
 BUNDLED_NAME = "rbln-bundled"
@@ -57,7 +57,7 @@ def take_over() -> None:
             continue
         surprise = _surprise(bundled)
         if surprise:
-            logger.warning(
+            _logger().warning(
                 "lmcache-rbln leaves LMCache's bundled backend %s in place, and LMCache will "
                 "ignore lmcache-rbln: %s. This release of LMCache is not supported; see the "
                 "README for those that are.",
@@ -71,6 +71,8 @@ def take_over() -> None:
 
 def _surprise(bundled: Any) -> str:
     """What about the bundled class differs from what the take-over relies on; "" if nothing."""
+    from lmcache.v1.platform.base.device_spec import DeviceSpec
+
     if not (isinstance(bundled, type) and issubclass(bundled, DeviceSpec)):
         return f"RblnDeviceSpec is {bundled!r}, not a DeviceSpec"
     try:
@@ -112,7 +114,7 @@ def report_other_providers() -> None:
     if len({entry.value for entry in found}) < 2:
         return
     named = [f"{_distribution(entry)} ({entry.value})" for entry in found]
-    logger.warning(
+    _logger().warning(
         "%d installed distributions provide LMCache's backend %r: %s. LMCache uses %s, the first "
         "by name of the entry point's value, and ignores the rest; uninstall the others.",
         len(named),

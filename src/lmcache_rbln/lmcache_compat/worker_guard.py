@@ -21,7 +21,6 @@ Obsolete: once LMCache's contexts release in a ``finally`` and its protocol can 
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import os
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 
 import wrapt
 
+from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
 
 _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
@@ -40,12 +40,7 @@ _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
 _GIVE_UP_TIMEOUT = 5.0
 
 
-@functools.cache
-def _logger() -> Any:
-    # Not at import: LMCache, if it starts only then, would find this module half initialised.
-    from lmcache.logging import init_logger
-
-    return init_logger("lmcache_rbln.worker_guard")
+_logger = logger_of("worker_guard")
 
 
 class _ChangedError(Exception):
