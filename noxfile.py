@@ -83,7 +83,8 @@ def tracked(session: nox.Session) -> list[str]:
 def stub(session: nox.Session, lmcache: str) -> None:
     """On the simulated NPU: real LMCache, real torch-rbln, real lmcache server."""
     install_stack(session, lmcache)
-    session.run(*PYTEST, "tests/unit", "tests/stub", "tests/e2e", *session.posargs)
+    folders = ("tests/unit", "tests/stub", "tests/e2e", "tests/faults/test_sample.py")
+    session.run(*PYTEST, *folders, *session.posargs)
 
 
 @nox.session
@@ -126,6 +127,7 @@ def faults(session: nox.Session) -> None:
     """A fault at every call of the runtime; nothing may be lost or silently wrong."""
     install_stack(session, LMCACHE[-1])
     session.run("python", "-m", "tests.faults", *session.posargs)
+    session.run("pytest", "tests/faults")
 
 
 @nox.session
