@@ -19,12 +19,12 @@ namespace {
 
 std::atomic<int> mistakes{0};
 
-#define EXPECT(condition)                                                             \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      std::printf("line %d: not so: %s\n", __LINE__, #condition);                     \
-      ++mistakes;                                                                     \
-    }                                                                                 \
+#define EXPECT(condition)                                         \
+  do {                                                            \
+    if (!(condition)) {                                           \
+      std::printf("line %d: not so: %s\n", __LINE__, #condition); \
+      ++mistakes;                                                 \
+    }                                                             \
   } while (0)
 
 uint64_t at(const void* host) { return reinterpret_cast<uint64_t>(host); }
@@ -98,8 +98,7 @@ void streamed(uint32_t device, const uint64_t streams[2], std::mt19937& random) 
   EXPECT(rbln::rbln_stream_wait_event(streams[1], event) == RBLNRetCode_SUCCESS);
   EXPECT(rbln::rbln_set_current_stream(device, streams[1]) == RBLNRetCode_SUCCESS);
   EXPECT(rbln::rbln_memcpy_v2v_async(first, second, size, nullptr) == RBLNRetCode_SUCCESS);
-  EXPECT(rbln::rbln_memcpy_v2h_async(second, at(in.data()), size, nullptr) ==
-         RBLNRetCode_SUCCESS);
+  EXPECT(rbln::rbln_memcpy_v2h_async(second, at(in.data()), size, nullptr) == RBLNRetCode_SUCCESS);
   // Freed while in use: the memory stays until the copies are done.
   EXPECT(rbln::rbln_free(first) == RBLNRetCode_SUCCESS);
   EXPECT(rbln::rbln_free(second) == RBLNRetCode_SUCCESS);

@@ -38,7 +38,7 @@ def test_the_server_leaves_the_npu_alone(background, script, tmp_path):
             process.call("prepare")
             process.call("connect", url=server.url, model_name="model")
             process.call("register", geometry=asdict(geometry), store_mode="auto")
-            worker = Worker(process, geometry, tokens=list(range(2 * CHUNK)))
+            worker = Worker(process, server, geometry, tokens=list(range(2 * CHUNK)))
             stored, retrieved = scattered(geometry, 2 * CHUNK)
             worker.write(stored)
             assert worker.store(stored)

@@ -165,8 +165,7 @@ RBLNRetCode rbln_event_query(uint64_t event, bool* done);
 RBLNRetCode rbln_event_synchronize(uint64_t event);
 RBLNRetCode rbln_device_synchronize(uint32_t torch_device);
 
-RBLNRetCode rbln_v_borrow_host_ptr(uint64_t vaddr, uint64_t size, uint64_t& host,
-                                   uint64_t& borrow);
+RBLNRetCode rbln_v_borrow_host_ptr(uint64_t vaddr, uint64_t size, uint64_t& host, uint64_t& borrow);
 RBLNRetCode rbln_v_acquire_host_ptr_for_overwrite(uint64_t vaddr, uint64_t size, uint64_t& host,
                                                   uint64_t& borrow);
 RBLNRetCode rbln_v_return_borrowed(uint64_t borrow, bool updated);

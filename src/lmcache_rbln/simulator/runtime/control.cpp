@@ -76,8 +76,7 @@ int rbln_sim_version() { return 1; }
 void* rbln_sim_host_address(uint64_t vaddr, uint64_t bytes) {
   rbln_sim::Pin pin = rbln_sim::memory().pin(vaddr, bytes);
   if (pin) return pin.host();
-  rbln_sim::complain("rbln_sim_host_address: %s",
-                     rbln_sim::memory().explain(vaddr, bytes).c_str());
+  rbln_sim::complain("rbln_sim_host_address: %s", rbln_sim::memory().explain(vaddr, bytes).c_str());
   return nullptr;
 }
 
@@ -86,8 +85,8 @@ int rbln_sim_counters(char* out, uint64_t size) {
   const rbln_sim::Counters& c = rbln_sim::counters();
   std::string json = "{";
   const auto number = [&](const char* name, uint64_t value) {
-    json += std::string(json.back() == '{' ? "" : ", ") + "\"" + name +
-            "\": " + std::to_string(value);
+    json +=
+        std::string(json.back() == '{' ? "" : ", ") + "\"" + name + "\": " + std::to_string(value);
   };
   const auto count = [&](const char* name, const rbln_sim::Count& value) {
     json += std::string(json.back() == '{' ? "" : ", ") + "\"" + name + "\": {";

@@ -159,7 +159,8 @@ bool Memory::release(uint64_t vaddr) {
     std::lock_guard<std::mutex> guard(mutex_);
     const int id = found.npu().id;
     Window& window = windows_[id];
-    const uint64_t first = (vaddr - kDeviceBase - static_cast<uint64_t>(id) * kWindow) >> kSlotShift;
+    const uint64_t first =
+        (vaddr - kDeviceBase - static_cast<uint64_t>(id) * kWindow) >> kSlotShift;
     auto live = window.live.find(first);
     if (live == window.live.end()) return false;  // another thread was faster
     std::atomic<Region*>* table = window.slots.load(std::memory_order_relaxed);

@@ -20,8 +20,8 @@ std::mutex opening;
 sockaddr_un lock_address(int id, socklen_t& length) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
-  const std::string name = "rbln-sim/" + std::to_string(geteuid()) + "/" + settings().host + "/" +
-                           std::to_string(id);
+  const std::string name =
+      "rbln-sim/" + std::to_string(geteuid()) + "/" + settings().host + "/" + std::to_string(id);
   std::memcpy(address.sun_path + 1, name.data(), name.size());  // a zero first: abstract
   length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
@@ -32,9 +32,9 @@ int holder(const sockaddr_un& address, socklen_t length) {
   const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   ucred peer = {};
   socklen_t size = sizeof(peer);
-  const bool told =
-      probe >= 0 && connect(probe, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
-      getsockopt(probe, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0;
+  const bool told = probe >= 0 &&
+                    connect(probe, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+                    getsockopt(probe, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0;
   if (probe >= 0) close(probe);
   return told ? peer.pid : 0;
 }

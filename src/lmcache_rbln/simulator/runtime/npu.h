@@ -15,8 +15,8 @@
 namespace rbln_sim {
 
 struct Npu {
-  int id = 0;                           // physical number on the simulated host
-  std::atomic<bool> open{false};        // by this process
+  int id = 0;                     // physical number on the simulated host
+  std::atomic<bool> open{false};  // by this process
   std::atomic<bool> lost{false};
   std::atomic<uint64_t> losses{0};      // work queued before a loss is never done
   std::atomic<uint64_t> used_bytes{0};  // device memory allocated by this process

@@ -34,12 +34,11 @@ constexpr uint32_t kChiplets = 4;
 
 // One chiplet's part of an NPU's bytes: every allocation lies evenly on all of them.
 rbln::MemoryStats chiplet_share(rbln::MemoryStats stats) {
-  for (uint64_t* bytes : {&stats.allocated_current, &stats.allocated_peak,
-                          &stats.allocated_total_allocated, &stats.allocated_total_freed,
-                          &stats.reserved_current, &stats.reserved_peak,
-                          &stats.reserved_total_allocated, &stats.reserved_total_freed,
-                          &stats.active_current, &stats.active_peak, &stats.cached_current,
-                          &stats.cached_peak}) {
+  for (uint64_t* bytes :
+       {&stats.allocated_current, &stats.allocated_peak, &stats.allocated_total_allocated,
+        &stats.allocated_total_freed, &stats.reserved_current, &stats.reserved_peak,
+        &stats.reserved_total_allocated, &stats.reserved_total_freed, &stats.active_current,
+        &stats.active_peak, &stats.cached_current, &stats.cached_peak}) {
     *bytes /= kChiplets;
   }
   return stats;
@@ -134,8 +133,8 @@ RBLNRetCode borrow(const char* call, uint64_t vaddr, uint64_t size, uint64_t& ad
   const Verdict verdict = consult_blocking(Call::kBorrow);
   if (verdict.action == Action::kLost) pin.npu().lose();
   if (verdict.action != Action::kNone || pin.npu().lost) {
-    complain("%s: %s", call, verdict.action != Action::kNone ? "failing as injected"
-                                                             : "the NPU is lost");
+    complain("%s: %s", call,
+             verdict.action != Action::kNone ? "failing as injected" : "the NPU is lost");
     return kFailure;
   }
   Stream& stream = current_stream(pin.device());

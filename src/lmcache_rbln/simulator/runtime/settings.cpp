@@ -167,9 +167,9 @@ bool visible_npus(std::vector<int>& npus, std::string& error) {
     }
     if (npu >= present || used[npu]) {
       error = std::string(name) + "=" + list + ": NPU " + std::to_string(npu) +
-              (npu < present ? " is named twice"
-                             : " does not exist (" + std::to_string(present) +
-                                   " simulated; RBLN_SIM_NPUS)");
+              (npu < present
+                   ? " is named twice"
+                   : " does not exist (" + std::to_string(present) + " simulated; RBLN_SIM_NPUS)");
       return false;
     }
     used[npu] = true;

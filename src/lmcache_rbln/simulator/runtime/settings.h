@@ -14,24 +14,22 @@ constexpr int kMaxNpus = 64;
 struct Settings {
   int npus = 1;
   uint64_t memory_bytes = uint64_t{16} << 30;
-  double link_gbps = 0;   // each direction; 0: no modelled cost
-  double d2d_gbps = 0;    // device to device; 0: no modelled cost
-  double submit_us = 0;   // one submission
-  double entry_us = 0;    // one entry of a bulk call
-  bool copy = true;       // false: the modelled engines move no bytes
+  double link_gbps = 0;  // each direction; 0: no modelled cost
+  double d2d_gbps = 0;   // device to device; 0: no modelled cost
+  double submit_us = 0;  // one submission
+  double entry_us = 0;   // one entry of a bulk call
+  bool copy = true;      // false: the modelled engines move no bytes
   uint64_t bulk_entries = 24;
   uint64_t bulk_bytes = uint64_t{12} << 20;
   bool exclusive = true;
-  double delay_us = 0;    // asynchronous work starts up to this much late
+  double delay_us = 0;  // asynchronous work starts up to this much late
   uint64_t seed = 0;
-  std::string host;       // processes that name the same host share its NPUs
+  std::string host;  // processes that name the same host share its NPUs
   std::string faults;
   std::string trace;
-  std::string error;      // not empty: a setting could not be read, every call fails
+  std::string error;  // not empty: a setting could not be read, every call fails
 
-  bool modelled() const {
-    return link_gbps > 0 || d2d_gbps > 0 || submit_us > 0 || entry_us > 0;
-  }
+  bool modelled() const { return link_gbps > 0 || d2d_gbps > 0 || submit_us > 0 || entry_us > 0; }
 };
 
 const Settings& settings();

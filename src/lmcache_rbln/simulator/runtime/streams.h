@@ -89,8 +89,8 @@ struct Mark {
 };
 bool find_event(uint64_t event, Mark& mark);
 
-// Asynchronous work starts up to `us` late, by a random time drawn from `seed`. The settings' values
-// hold until then.
+// Asynchronous work starts up to `us` late, by a random time drawn from `seed`. The settings'
+// values hold until then.
 void set_delay(double us, uint64_t seed);
 
 // In a forked child: the parent's streams have no workers here.

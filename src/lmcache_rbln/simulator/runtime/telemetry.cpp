@@ -54,8 +54,8 @@ Trace::Trace() : on_(trace_file() >= 0) {
   thread_cpu_ns_ = clock_ns(CLOCK_THREAD_CPUTIME_ID);
 }
 
-void Trace::submission(const char* kind, uint64_t entries, uint64_t bytes, int npu,
-                       uint32_t device, uint32_t stream, const Slot& slot, bool asynchronous) {
+void Trace::submission(const char* kind, uint64_t entries, uint64_t bytes, int npu, uint32_t device,
+                       uint32_t stream, const Slot& slot, bool asynchronous) {
   if (!on_) return;
   const uint64_t cpu = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
   const uint64_t own = clock_ns(CLOCK_THREAD_CPUTIME_ID) - thread_cpu_ns_;
@@ -70,8 +70,8 @@ void Trace::submission(const char* kind, uint64_t entries, uint64_t bytes, int n
       "\"start\": %.9f, \"end\": %.9f, \"cpu_start\": %.9f, \"cpu_end\": %.9f, "
       "\"own_cpu\": %.9f}\n",
       static_cast<double>(clock_ns(CLOCK_REALTIME)) * 1e-9, kind,
-      static_cast<unsigned long long>(entries), static_cast<unsigned long long>(bytes), npu,
-      device, stream, asynchronous ? "true" : "false", static_cast<int>(getpid()),
+      static_cast<unsigned long long>(entries), static_cast<unsigned long long>(bytes), npu, device,
+      stream, asynchronous ? "true" : "false", static_cast<int>(getpid()),
       static_cast<long>(syscall(SYS_gettid)),
       static_cast<double>(modelled ? slot.start : start_ns_) * 1e-9,
       static_cast<double>(modelled ? slot.end : end_ns) * 1e-9,

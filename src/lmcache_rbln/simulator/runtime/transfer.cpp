@@ -123,8 +123,7 @@ bool usable(const char* call, const Npu& npu) {
 
 // What is to happen to this call: false when it is to fail at once. `limit` is lowered when only
 // part of the bytes is to be copied before it fails.
-bool allowed(const Verdict& verdict, const char* call, Npu& npu, uint64_t bytes,
-             uint64_t& limit) {
+bool allowed(const Verdict& verdict, const char* call, Npu& npu, uint64_t bytes, uint64_t& limit) {
   limit = bytes;
   switch (verdict.action) {
     case Action::kFail:
@@ -215,8 +214,8 @@ RBLNRetCode copy(Direction direction, const char* call, uint64_t source, uint64_
   return RBLNRetCode_SUCCESS;
 }
 
-RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
-                       uint64_t destination, uint64_t bytes, uint64_t* handle) {
+RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source, uint64_t destination,
+                       uint64_t bytes, uint64_t* handle) {
   auto job = std::make_shared<Job>();
   if (!prepare(direction, call, source, destination, bytes, *job)) return RBLNRetCode_INVALID;
   Npu& npu = job->device_side().npu();

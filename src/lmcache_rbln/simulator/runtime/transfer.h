@@ -18,8 +18,8 @@ namespace rbln_sim {
 
 RBLNRetCode copy(Direction direction, const char* call, uint64_t source, uint64_t destination,
                  uint64_t bytes);
-RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source,
-                       uint64_t destination, uint64_t bytes, uint64_t* handle);
+RBLNRetCode copy_async(Direction direction, const char* call, uint64_t source, uint64_t destination,
+                       uint64_t bytes, uint64_t* handle);
 RBLNRetCode copy_bulk(Direction direction, const char* call, const rbln::CopyOps& ops);
 
 }  // namespace rbln_sim
