@@ -5,16 +5,15 @@ import functools
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     LlamaConfig,
     MistralConfig,
-    PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache
+
+from lmcache_rbln.cli._tiny_model import save_tokenizer
 
 # Threads of a second core only wait for each other over models this small.
 torch.set_num_threads(1)
@@ -71,17 +70,7 @@ def make(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     configuration = CONFIGURATIONS[name]()
     AutoModelForCausalLM.from_config(configuration, dtype=torch.float32).save_pretrained(folder)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words.update({f"w{i}": i for i in range(4, VOCABULARY)})
-    tokenizer = Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-    ).save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY)
     return folder
 
 

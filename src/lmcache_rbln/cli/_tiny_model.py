@@ -17,9 +17,8 @@ def make(folder: Path) -> None:
     """Save the model and a tokenizer whose words are w0, w1, ... ; the same one each time."""
     import torch
 
-    # Neither is a dependency of this package, and their annotations vary.
+    # No dependency of this package, and its annotations vary.
     transformers: Any = importlib.import_module("transformers")
-    tokenizers: Any = importlib.import_module("tokenizers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -38,8 +37,16 @@ def make(folder: Path) -> None:
         initializer_range=0.3,
     )
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY)
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Save a tokenizer of the words w4, w5, ... up to so many tokens, special ones included."""
+    # Neither is a dependency of this package, and their annotations vary.
+    transformers: Any = importlib.import_module("transformers")
+    tokenizers: Any = importlib.import_module("tokenizers")
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words.update({f"w{i}": i for i in range(4, VOCABULARY)})
+    words.update({f"w{i}": i for i in range(4, vocabulary)})
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(

@@ -560,10 +560,9 @@ class WorkerClient:
                 chunk.
 
         Raises:
-            ValueError: range and blocks do not fit; with a synchronous context also what the
-                device operation raises.
-            RuntimeError: nothing is registered; with a synchronous context also what the device
-                operation raises.
+            ValueError: range and blocks do not fit.
+            RuntimeError: nothing is registered. A device operation that fails is a store that
+                comes to False; LMCache logs it.
         """
         context = self.transfer_context
         start, end = self._range(token_ids, start, end)
