@@ -29,7 +29,7 @@ import torch
 
 from lmcache_rbln.helper_threads import HelperThreads
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
-from lmcache_rbln.staging import Buffer, Buffers, Staging
+from lmcache_rbln.staging import HND_BUFFER, MLA_BUFFER, Buffer, Buffers, Staging
 from lmcache_rbln.transfer_plan import Step, plan
 
 #: Threads that help the transfers of the process; the calling threads work as well. Most of the
@@ -112,14 +112,23 @@ def _transfer(
     # Views cost less in inference mode, and an inference tensor can be written in it only: all of
     # a transfer runs in it, on every thread, whatever the caller's mode.
     with torch.inference_mode():
-        on_device = shared.staging.on_device(paged.device, paged.dtype)
+        mla = paged.layout is KVLayout.MLA
+        on_device = shared.staging.on_device(
+            paged.device, paged.dtype, MLA_BUFFER if mla else HND_BUFFER
+        )
         route: _Route
-        if paged.layout is KVLayout.MLA:
+        if mla:
             route = _MlaRoute(paged, chunks, on_device)
         else:
             route = _HndRoute(paged, chunks, on_device, shared.staging.host)
         steps = plan(
-            paged, block_ids, len(chunks), blocks_per_chunk, skip_blocks, route.step_nbytes
+            paged,
+            block_ids,
+            len(chunks),
+            blocks_per_chunk,
+            skip_blocks,
+            route.step_nbytes,
+            gathering,
         )
         if steps:
             _wait_for_engine(paged.device)

@@ -4,12 +4,13 @@
 A buffer is leased for one step of a transfer, so that however many transfers run at once stay
 within these bounds, in whole MiB:
 
-======================================  =======  ==================================================
+======================================  =======  =============================================
 variable                                default  bounds
-======================================  =======  ==================================================
+======================================  =======  =============================================
 ``LMCACHE_RBLN_STAGING_MB``             24       host memory of the process
-``LMCACHE_RBLN_DEVICE_STAGING_MB``      24       memory on each NPU, for each dtype; 0: none is used
-======================================  =======  ==================================================
+``LMCACHE_RBLN_DEVICE_STAGING_MB``      24       memory on each NPU, for each dtype and kind of
+                                                 cache (HND, MLA); 0: none is used
+======================================  =======  =============================================
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ _MIB = 1 << 20
 _HOST_CAP = 24 * _MIB
 _DEVICE_CAP = 24 * _MIB
 
-#: Largest size of one buffer, in bytes. On the host: what torch-rbln 0.12.0 sends in one bulk copy,
-#: so that fixed costs are small beside a step's bytes; more gains nothing, and falls out of the
-#: cores' caches between the device copy and the transpose. On the NPU, where MLA needs no host
-#: buffer, the vendor's largest bulk copy that passed (docs/performance.md).
-_HOST_BUFFER = 8 * _MIB
-_DEVICE_BUFFER = 12 * _MIB
+#: Largest size of one buffer, in bytes. HND: fixed costs are small beside so many, and more gains
+#: nothing, and falls out of the cores' caches between the device copy and the transpose. MLA needs
+#: no host buffer (docs/performance.md).
+HND_BUFFER = 8 * _MIB
+MLA_BUFFER = 12 * _MIB
 
 _logger = logger_of("staging")
 
@@ -153,16 +153,16 @@ class Staging:
 
     Args:
         host_nbytes: Bound of those on the host.
-        device_nbytes: Bound of those on each NPU and of each dtype; 0 for none.
+        device_nbytes: Bound of those on each NPU, for each dtype and size; 0 for none.
     """
 
     def __init__(self, host_nbytes: int, device_nbytes: int) -> None:
-        # A third each, so that one can be on the link while others are transposed.
-        nbytes = min(_HOST_BUFFER, host_nbytes // 3) & -_PAGE
+        # A third each: one on the link, one being transposed, one ready to be next.
+        nbytes = min(HND_BUFFER, host_nbytes // 3) & -_PAGE
         self.host = Buffers(host_nbytes // nbytes, nbytes, _host_memory)
         self._device_nbytes = device_nbytes
         self._lock = threading.Lock()
-        self._on_device: dict[tuple[torch.device, torch.dtype], Buffers] = {}
+        self._on_device: dict[tuple[torch.device, torch.dtype, int], Buffers] = {}
         self._warned: set[torch.device] = set()
 
     @classmethod
@@ -176,17 +176,23 @@ class Staging:
             _bound(HOST_VARIABLE, _HOST_CAP, least=1), _bound(DEVICE_VARIABLE, _DEVICE_CAP, least=0)
         )
 
-    def on_device(self, device: torch.device, dtype: torch.dtype) -> Buffers | None:
-        """The buffers on an NPU, or None where the bound or its memory leaves no room for one."""
+    def on_device(self, device: torch.device, dtype: torch.dtype, at_most: int) -> Buffers | None:
+        """The buffers on an NPU, or None where the bound or its memory leaves no room for one.
+
+        Args:
+            device: The NPU.
+            dtype: Of the cache.
+            at_most: ``HND_BUFFER`` or ``MLA_BUFFER``.
+        """
         # Half each, so that one can be on the link while the other is filled or emptied.
-        nbytes = min(_DEVICE_BUFFER, self._device_nbytes // 2) & -_PAGE
+        nbytes = min(at_most, self._device_nbytes // 2) & -_PAGE
         if not nbytes:
             return None
         with self._lock:
-            buffers = self._on_device.get((device, dtype))
+            buffers = self._on_device.get((device, dtype, at_most))
             if buffers is None:
                 # The NPU may keep a dtype in a form of its own: staging has that of the cache.
-                buffers = self._on_device[device, dtype] = Buffers(
+                buffers = self._on_device[device, dtype, at_most] = Buffers(
                     self._device_nbytes // nbytes,
                     nbytes,
                     lambda size: torch.empty(size // dtype.itemsize, dtype=dtype, device=device),

@@ -18,6 +18,10 @@ from lmcache_rbln.kv_layout import KVLayout, PagedKV
 _LEAST_STEPS = 8
 _SMALL_STEP = 2 << 20
 
+#: The step that nothing runs beside is cut into smaller and smaller ones, down to about this: less
+#: is a copy whose fixed cost takes longer than what it hides.
+_END_STEP = 1 << 20
+
 #: From so many runs on, one cut of a layer costs less than a view of each: besides the time, a view
 #: gives the interpreter's lock away and has to get it back.
 _FEW_RUNS = 4
@@ -76,8 +80,9 @@ def plan(
     blocks_per_chunk: int,
     skip_blocks: int,
     step_nbytes: int,
+    gathering: bool,
 ) -> list[Step]:
-    """Cut a transfer into steps.
+    """Cut a transfer into steps, in the order in which they are best started.
 
     Args:
         paged: The cache.
@@ -86,6 +91,7 @@ def plan(
         blocks_per_chunk: Blocks of each chunk but the last.
         skip_blocks: Blocks at the start, counted across chunks, that do not move.
         step_nbytes: Bytes that a step may have at most.
+        gathering: Whether blocks become chunks.
 
     Raises:
         ValueError: Not even one token of one plane and layer fits a step.
@@ -100,31 +106,44 @@ def plan(
         begin = max(start, skip_blocks)
         blocks = block_ids[begin : start + blocks_per_chunk]
         for part in _parts(paged, chunk, begin - start, blocks, step_nbytes):
-            lengths = tuple(length for _, length in part.runs)
-            per_layer = sum(lengths)
+            per_layer = sum(length for _, length in part.runs)
             at_once = max(1, wanted // (per_layer * itemsize))
-            for layers in _groups(num_layers, at_once):
-                steps.append(Step(part, layers, lengths * len(layers), per_layer * len(layers)))
-    if paged.layout is KVLayout.MLA or len(steps) < 2:
+            steps += [_step(part, layers) for layers in _groups(num_layers, at_once)]
+    if paged.layout is KVLayout.MLA or not steps:
         return steps
-    # Nothing runs beside the transpose of the first step, on the way in, or of the last, on the
-    # way out: two threads share it.
-    return [*_halves(steps[0]), *steps[1:-1], *_halves(steps[-1])]
+    # Nothing is on the link beside the transpose of the last step of a gather, or of the first of a
+    # scatter: it is to be short.
+    if gathering:
+        return steps[:-1] + _tapered(paged, steps[-1], block_ids, blocks_per_chunk)
+    return _tapered(paged, steps[0], block_ids, blocks_per_chunk)[::-1] + steps[1:]
 
 
-def _halves(step: Step) -> list[Step]:
-    """A step, as two of half its layers if it has several."""
-    half = len(step.layers) // 2
-    if not half:
-        return [step]
-    return [
-        step._replace(
-            layers=layers,
-            lengths=step.lengths[: len(step.part.runs) * len(layers)],
-            num_elements=step.num_elements // len(step.layers) * len(layers),
-        )
-        for layers in (step.layers[:half], step.layers[half:])
-    ]
+def _tapered(
+    paged: PagedKV, step: Step, block_ids: Sequence[int], blocks_per_chunk: int
+) -> list[Step]:
+    """A step as several, each about half of the one before."""
+    itemsize = paged.dtype.itemsize
+    tapered: list[Step] = []
+    layers = step.layers
+    per_layer = step.num_elements // len(layers)
+    while len(layers) > 1 and per_layer * len(layers) * itemsize > _END_STEP:
+        half = -(-len(layers) // 2)
+        tapered.append(_step(step.part, layers[:half]))
+        layers = layers[half:]
+    part = step.part
+    if per_layer * itemsize > _END_STEP and len(part.planes) == paged.planes:
+        first_block = part.first_token // paged.block_size
+        start = part.chunk * blocks_per_chunk + first_block
+        blocks = block_ids[start : start + part.num_tokens // paged.block_size]
+        half_layer = max(_END_STEP, per_layer * itemsize // 2)
+        parts = _parts(paged, part.chunk, first_block, blocks, half_layer)
+        return tapered + [_step(part, layers) for part in parts]
+    return [*tapered, _step(part, layers)]
+
+
+def _step(part: Part, layers: range) -> Step:
+    lengths = tuple(length for _, length in part.runs)
+    return Step(part, layers, lengths * len(layers), sum(lengths) * len(layers))
 
 
 def _parts(

