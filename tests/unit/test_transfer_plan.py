@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from unittest import mock
 
 import pytest
@@ -96,9 +95,19 @@ def test_the_step_that_nothing_runs_beside_is_small(gathering: bool, block_size:
     sizes = [2 * step.num_elements for step in steps]
     if not gathering:
         sizes.reverse()
-    assert sizes[-1] <= 1 << 20
-    assert max(sizes) == 4 << 20
-    assert all(later >= earlier // 4 for earlier, later in itertools.pairwise(sizes))
+    assert max(sizes) == sizes[0] == 4 << 20
+    assert sizes[-2:] == [2 << 20, 2 << 20]
+
+
+@pytest.mark.parametrize("gathering", [True, False])
+def test_it_is_cut_by_layers_first(gathering: bool) -> None:
+    cache = paged(KVLayout.KV_FIRST, 32, 8, 8, 128, 64)
+    steps = plan(cache, list(range(8)), 1, 8, 0, 8 << 20, gathering)
+    if not gathering:
+        steps.reverse()
+    sizes = [len(step.layers) for step in steps]
+    # Of the last layer, half its blocks at a time.
+    assert sizes == [4] * 7 + [2, 1, 1, 1]
 
 
 def test_not_even_one_token_fits() -> None:
