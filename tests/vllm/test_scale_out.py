@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import shutil
 import socket
 import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +26,10 @@ from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 Engines = Callable[..., Any]
+
+
+#: Two hosts, as far as one can have two: each its own address.
+HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 class Redis:
@@ -62,25 +70,104 @@ class Redis:
         self._process.wait(10)
 
 
+class Folder:
+    """A folder that both hosts see."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def size(self) -> int:
+        return len(list(self.path.glob("*.data")))
+
+
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A second tier, and how a server is told of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "folder":
+        yield Folder(folder), {"type": "fs", "base_path": str(folder)}
+        return
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed; it is a package of the system")
-    server = Redis(tmp_path_factory.mktemp("redis"))
+    server = Redis(folder)
     server.wait()
-    yield server
+    yield server, {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 2}
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def rack(redis: Redis) -> Iterator[list[str]]:
+def rack(tier: tuple[Any, dict[str, Any]]) -> Iterator[list[str]]:
     """Two LMCache servers at two addresses, with little memory, over one second tier."""
-    tier = f'{{"type":"resp","host":"127.0.0.1","port":{redis.port},"num_workers":2}}'
     servers = []
-    for address in ("127.0.0.2", "127.0.0.3"):
-        arguments = ["--host", address, "--l2-adapter", tier, "--eviction-ratio", "0.5"]
+    for address in HOSTS:
+        arguments = ["--host", address, "--l2-adapter", json.dumps(tier[1])]
+        arguments += ["--eviction-ratio", "0.5"]
         server = LMCacheServer(chunk_size=64, pool_gb=0.02, arguments=arguments)
         servers.append((address, server.start()))
+    yield [server.url.replace("127.0.0.1", address) for address, server in servers]
+    for _, server in servers:
+        server.stop()
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def pages(port: int, path: str) -> Any:
+    """What an HTTP page on 127.0.0.1 says."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of LMCache's coordinator."""
+    port = free_port("127.0.0.1")
+    log = tmp_path_factory.mktemp("coordinator") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lmcache.cli.main", "coordinator", "--host", "127.0.0.1",
+             "--port", str(port)],
+            stdout=out, stderr=out,
+        )  # fmt: skip
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            return pages(port, "/instances") is not None
+        except OSError:
+            return False
+
+    until(answers, "the coordinator answers", 120.0)
+    yield port
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def peers(coordinator: int) -> Iterator[list[str]]:
+    """Two LMCache servers at two addresses that read each other's memory; no second tier."""
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed, by which LMCache's servers read each other's memory")
+    servers = []
+    for address in HOSTS:
+        arguments = ["--host", address, "--coordinator-url", f"http://127.0.0.1:{coordinator}"]
+        arguments += [
+            "--coordinator-advertise-ip",
+            address,
+            "--coordinator-heartbeat-interval",
+            "1",
+        ]
+        arguments += ["--p2p-advertise-url", f"{address}:{free_port(address)}"]
+        server = LMCacheServer(chunk_size=64, pool_gb=0.25, arguments=arguments)
+        servers.append((address, server.start()))
+
+    def found() -> bool:
+        return all("'p2p_peer_count': 1" in str(pages(s.http_port, "/status")) for _, s in servers)
+
+    until(found, "the servers find each other", 60.0)
     yield [server.url.replace("127.0.0.1", address) for address, server in servers]
     for _, server in servers:
         server.stop()
@@ -101,22 +188,27 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
         time.sleep(0.1)
 
 
-@every_layout
+@pytest.mark.parametrize(
+    ("tier", "layout"),
+    [*(("redis", layout) for layout in LAYOUTS), ("folder", LAYOUTS[0])],
+    indirect=["tier"],
+)
 def test_two_hosts_share_a_second_tier(
-    rack: list[str], redis: Redis, engines: Engines, layout: str
+    rack: list[str], tier: tuple[Any, dict[str, Any]], engines: Engines, layout: str
 ) -> None:
     """What one host stored, the other loads; also after it was evicted from both servers."""
     geometry = Geometry(layout, **BIG)
     here = engines(rack[0], geometry, workers=(0,))
     there = engines(rack[1], geometry, workers=(1,))
-    before = redis.size()
+    second, _ = tier
+    before = second.size()
     prompts = [prompt(seed, 2 * 64 + 1) for seed in range(14)]
 
     def stored(tokens: list[int], chunks: int) -> bool:
         # A chunk for which there was no room is not stored; the server evicts once a second.
         here.run_one(tokens)
         time.sleep(EVICTION / 4)
-        return redis.size() >= before + chunks
+        return bool(second.size() >= before + chunks)
 
     for number, tokens in enumerate(prompts, 1):
         until(partial(stored, tokens, 2 * number), "the second tier has the chunks")
@@ -130,6 +222,20 @@ def test_two_hosts_share_a_second_tier(
         time.sleep(EVICTION / 4)
     for engine in (here, there):
         engine.check_over()
+
+
+@every_layout
+def test_two_hosts_read_each_others_memory(peers: list[str], engines: Engines, layout: str) -> None:
+    """LMCache's P2P: what one server holds, the other serves to an NPU; both ways."""
+    geometry = Geometry(layout)
+    here = engines(peers[0], geometry, workers=(0,))
+    there = engines(peers[1], geometry, workers=(1,))
+    here.run_one(prompt(1, 200))
+    assert there.loaded[there.run_one(prompt(1, 200))] == 192
+    there.run_one(prompt(2, 200))
+    assert here.loaded[here.run_one(prompt(2, 200))] == 192
+    here.check_over()
+    there.check_over()
 
 
 @every_layout
