@@ -149,7 +149,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def peers(coordinator: int) -> Iterator[list[str]]:
     """Two LMCache servers at two addresses that read each other's memory; no second tier."""
-    if importlib.util.find_spec("nixl") is None:
+    if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NIXL is not installed, by which LMCache's servers read each other's memory")
     servers = []
     for address in HOSTS:
