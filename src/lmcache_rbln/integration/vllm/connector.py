@@ -26,7 +26,6 @@ __all__ = ["RBLNLMCacheConnectorV1"]
 
 logger = init_logger("lmcache_rbln.connector")
 
-_MODE_KEY = "lmcache.mp.mp_transfer_mode"
 _MODE_VARIABLE = "LMCACHE_MP_TRANSFER_MODE"
 
 
@@ -212,7 +211,7 @@ def _refuse_unworkable(vllm_config: Any, kv_cache_config: Any) -> None:
             "connector; start vLLM with --model-impl vllm"
         )
     extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-    where, mode = _MODE_KEY, extra_config.get(_MODE_KEY)
+    where, mode = settings.MODE_KEY, extra_config.get(settings.MODE_KEY)
     if mode is None:
         where, mode = _MODE_VARIABLE, os.environ.get(_MODE_VARIABLE, "auto")
     if str(mode).lower() == "lmcache_driven":
