@@ -17,6 +17,7 @@ from lmcache_rbln.lmcache_compat import (
     registration,
     server_guard,
     takeover,
+    versions,
     worker_guard,
 )
 
@@ -94,6 +95,8 @@ class RblnDeviceSpec(DeviceSpec):  # type: ignore[misc]  # LMCache ships no type
                 "selects the RBLN backend bundled with LMCache",
             )
             return False
+        if takeover.left_in_place() and pin != takeover.BACKEND_NAME:
+            return False  # Two backends for one device, and LMCache would not start.
         seen = npu.status()
         if not seen.available:
             if pin == takeover.BACKEND_NAME:
@@ -129,6 +132,7 @@ def _device_type_asked() -> str:
     return os.environ.get("DEVICE_TYPE", "").strip().lower()
 
 
+versions.warn_if_untested()
 takeover.take_over()
 takeover.report_other_providers()
 blocks_first.install_when_needed()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import subprocess
 import sys
 import textwrap
@@ -12,34 +10,10 @@ from pathlib import Path
 
 import pytest
 
-OURS = "lmcache_rbln._rbln_device_spec.RblnDeviceSpec"
-
-SHOW = """
-import lmcache
-from lmcache.v1.platform import current_device_spec as spec
-print("SPEC", f"{type(spec).__module__}.{type(spec).__qualname__}", lmcache.torch_device_type)
-"""
-
-_hosts = itertools.count()
+from tests.stub.interpreter import OURS, SHOW, run
 
 #: Makes torch_rbln look as if it were not installed.
 NO_TORCH_RBLN = "import sys; sys.modules['torch_rbln'] = None\n"
-
-
-def run(code: str, *, check: bool = True, **env: str) -> tuple[str, str]:
-    """Run code in a fresh interpreter on the simulated NPU; returns the SPEC line and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        # A host of its own: the NPUs of this process's host may be open here.
-        env={**os.environ, "RBLN_SIM_HOST": f"discovery-{os.getpid()}-{next(_hosts)}", **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert not check or done.returncode == 0, done.stderr
-    line = next((line for line in done.stdout.splitlines() if line.startswith("SPEC ")), "")
-    return line.removeprefix("SPEC "), done.stderr
 
 
 def test_selected_where_an_npu_is_seen() -> None:

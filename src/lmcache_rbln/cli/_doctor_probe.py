@@ -136,7 +136,7 @@ def _lmcache() -> dict[str, Any]:
         "backend": spec.backend_name,
         "device": lmcache.torch_device_type,
         "taken_over": takeover.taken_over(),
-        "blocks_first": blocks_first.is_installed(),
+        "blocks_first": blocks_first.is_installed() or blocks_first.is_native(),
     }
 
 

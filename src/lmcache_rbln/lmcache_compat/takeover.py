@@ -11,8 +11,9 @@ Obsolete: once LMCache lets an entry point replace a bundled backend, or bundles
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import importlib_metadata
@@ -28,9 +29,12 @@ PIN_VARIABLE = "LMCACHE_DEVICE_BACKEND"
 #: The entry-point group that LMCache 0.5.4 and later read.
 ENTRY_POINT_GROUP = "lmcache.device_plugins"
 
-_BUNDLED_MODULES = ("lmcache.v1.platform.devices.rbln", "lmcache.v1.platform.rbln")
-
 _taken_over = ""
+_left_in_place = ""
+
+
+class _ChangedError(Exception):
+    """The bundled backend is not what the take-over was written for."""
 
 
 def pinned_backend() -> str:
@@ -43,63 +47,113 @@ def taken_over() -> str:
     return _taken_over
 
 
+def left_in_place() -> str:
+    """The bundled class that could not be taken over, as ``module.Class``; "" if there is none."""
+    return _left_in_place
+
+
 def take_over() -> None:
     """Give the bundled backend its other name; called while LMCache loads the entry point.
 
-    If the bundled class is not as expected, it is left alone and a WARNING says so: LMCache then
-    keeps its bundled backend and ignores this one.
+    A bundled class that is not as expected is left as it is, with a WARNING: LMCache then uses it.
     """
-    global _taken_over
-    for module_name in _BUNDLED_MODULES:
-        module = sys.modules.get(module_name)
-        bundled: Any = getattr(module, "RblnDeviceSpec", None)
-        if module is None:
-            continue
-        surprise = _surprise(bundled)
-        if surprise:
+    global _taken_over, _left_in_place
+    for bundled in _bundled():
+        name = f"{bundled.__module__}.{bundled.__qualname__}"
+        try:
+            _check(bundled)
+            _rename(bundled)
+        except _ChangedError as exc:
+            _left_in_place = name
             _logger().warning(
-                "lmcache-rbln leaves LMCache's bundled backend %s in place, and LMCache will "
-                "ignore lmcache-rbln: %s. This release of LMCache is not supported; see the "
-                "README for those that are.",
-                module_name,
-                surprise,
+                "lmcache-rbln leaves LMCache's bundled backend %s in place, and LMCache will use "
+                "that one: %s. This release of LMCache is not supported; see the README for those "
+                "that are.",
+                name,
+                exc,
             )
-            continue
-        _rename(bundled)
-        _taken_over = f"{module_name}.{bundled.__name__}"
+        else:
+            _taken_over = name
 
 
-def _surprise(bundled: Any) -> str:
-    """What about the bundled class differs from what the take-over relies on; "" if nothing."""
+def _bundled() -> Iterator[Any]:
+    """LMCache's own specs for RBLN, wherever it keeps them."""
     from lmcache.v1.platform.base.device_spec import DeviceSpec
 
-    if not (isinstance(bundled, type) and issubclass(bundled, DeviceSpec)):
-        return f"RblnDeviceSpec is {bundled!r}, not a DeviceSpec"
+    left = list(DeviceSpec.__subclasses__())
+    while left:
+        spec = left.pop()
+        left += spec.__subclasses__()
+        if spec.__module__.startswith("lmcache.") and _is_for_rbln(spec):
+            yield spec
+
+
+def _is_for_rbln(spec: Any) -> bool:
     try:
-        name = bundled().backend_name
-    except Exception as exc:
-        return f"its backend_name cannot be read ({exc!r})"
-    if name != BACKEND_NAME:
-        return f"its backend_name is {name!r}, expected {BACKEND_NAME!r}"
+        made = spec()
+        return BACKEND_NAME in (made.backend_name, made.device_type)
+    except Exception:
+        return BACKEND_NAME in f"{spec.__module__}.{spec.__qualname__}".lower()
+
+
+def _check(bundled: Any) -> None:
+    """Check what the take-over relies on.
+
+    Raises:
+        _ChangedError: something of it is not so.
+    """
     for attribute in ("backend_name", "device_type"):
         if not isinstance(getattr(bundled, attribute, None), property):
-            return f"its {attribute} is no property"
-    if not callable(getattr(bundled, "is_available", None)):
-        return "it has no is_available()"
-    return ""
+            raise _ChangedError(f"its {attribute} is no property")
+        try:
+            found = getattr(bundled(), attribute)
+        except Exception as exc:
+            raise _ChangedError(f"its {attribute} cannot be read ({exc!r})") from exc
+        if found != BACKEND_NAME:
+            raise _ChangedError(f"its {attribute} is {found!r}, expected {BACKEND_NAME!r}")
+    is_available = getattr(bundled, "is_available", None)
+    if not inspect.isfunction(is_available):
+        raise _ChangedError("it has no method is_available()")
+    if list(inspect.signature(is_available).parameters) != ["self"]:
+        raise _ChangedError(
+            f"it has is_available{inspect.signature(is_available)}, expected (self)"
+        )
 
 
 def _rename(bundled: Any) -> None:
+    """Rename the class, or leave it as it was.
+
+    Raises:
+        _ChangedError: the class does not take the names, or does not go by them.
+    """
     is_available = bundled.is_available
 
     def is_pinned() -> bool:
         return pinned_backend() == BUNDLED_NAME
 
-    # A device type of its own, unless it is pinned: with two candidates for one device type LMCache
-    # asks both for availability, and logs it, at every transfer.
-    bundled.device_type = property(lambda self: BACKEND_NAME if is_pinned() else BUNDLED_NAME)
-    bundled.backend_name = property(lambda self: BUNDLED_NAME)
-    bundled.is_available = lambda self: is_pinned() and is_available(self)
+    names = {
+        "backend_name": property(lambda self: BUNDLED_NAME),
+        # A device type of its own, unless it is pinned: with two candidates for one device type
+        # LMCache asks both for availability, and logs it, at every transfer.
+        "device_type": property(lambda self: BACKEND_NAME if is_pinned() else BUNDLED_NAME),
+        "is_available": lambda self: is_pinned() and is_available(self),
+    }
+    own = {name: vars(bundled)[name] for name in names if name in vars(bundled)}
+    try:
+        for name, value in names.items():
+            setattr(bundled, name, value)
+        found = bundled().backend_name
+        if found != BUNDLED_NAME:
+            raise _ChangedError(f"its backend_name stays {found!r}")
+    except (_ChangedError, AttributeError, TypeError) as exc:
+        for name, value in names.items():
+            if vars(bundled).get(name) is not value:
+                continue
+            if name in own:
+                setattr(bundled, name, own[name])
+            else:
+                delattr(bundled, name)
+        raise _ChangedError(f"it cannot be renamed ({exc})") from exc
 
 
 def report_other_providers() -> None:
