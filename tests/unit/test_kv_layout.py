@@ -134,6 +134,33 @@ def test_strided_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "view",
+    [
+        # The exchanged views of what is not blocks-first, and blocks-first exchanged and padded.
+        torch.zeros(2, 3, 1, 1, 4, 5).transpose(0, 1),
+        torch.zeros(3, 2, 5).transpose(0, 1),
+        torch.zeros(4, 3, 1, 1, 4, 5)[::2],
+        torch.zeros(6, 2, 1, 1, 4, 5)[::2].transpose(0, 1),
+    ],
+)
+def test_only_blocks_first_is_exchanged_back(view: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="not contiguous"):
+        kv_layout.resolve([view])
+
+
+def test_one_layer_is_a_cache() -> None:
+    for shape in ((3, 2, 1, 1, 4, 5), (2, 3, 1, 1, 4, 5), (3, 4, 5)):
+        paged = kv_layout.resolve(layers(*shape, count=1))
+        assert (paged.num_blocks, paged.dtype, paged.device.type) == (3, torch.bfloat16, "cpu")
+
+
+def test_a_message_has_strides_where_they_matter() -> None:
+    tensor = torch.zeros(3, 4, 5, dtype=torch.float16)
+    assert kv_layout.describe(tensor) == "[3, 4, 5] float16 on cpu"
+    assert kv_layout.describe(tensor[::2]) == "[2, 4, 5] strides [40, 5, 1] float16 on cpu"
+
+
+@pytest.mark.parametrize(
     "other",
     [
         torch.zeros(4, 2, 1, 1, 4, 5),
