@@ -49,9 +49,9 @@ def install_stack(session: nox.Session, lmcache: str) -> None:
     session.install("--quiet", "-e", ".", *group("test"))
 
 
-def install_engine(session: nox.Session) -> None:
+def install_engine(session: nox.Session, lmcache: str = LMCACHE[-1]) -> None:
     """The stack with vLLM and vLLM-RBLN, which need no CUDA this way; about 4 GB."""
-    install_stack(session, LMCACHE[-1])
+    install_stack(session, lmcache)
     folder = Path("tests/engine")
     session.install("--quiet", "--no-deps", "-r", str(folder / "requirements-no-deps.txt"))
     session.install("--quiet", "-r", str(folder / "requirements.txt"))
@@ -106,6 +106,14 @@ def engine(session: nox.Session) -> None:
     """vLLM-RBLN's real engine on the simulated NPU: right tokens, cold and from the cache."""
     install_engine(session)
     session.run(*PYTEST, "tests/engine", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("lmcache", LMCACHE[:-1])
+def engine_old(session: nox.Session, lmcache: str) -> None:
+    """The engine with older releases of LMCache: every layout, cold and from the cache."""
+    install_engine(session, lmcache)
+    session.run(*PYTEST, "tests/engine/test_cache.py::test_every_layout", *session.posargs)
 
 
 @nox.session
