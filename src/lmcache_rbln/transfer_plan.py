@@ -98,7 +98,7 @@ def plan(
     """
     itemsize = paged.dtype.itemsize
     num_layers = len(paged.layers)
-    total = max(0, len(block_ids) - skip_blocks) * paged.block_nbytes * num_layers
+    total = (len(block_ids) - skip_blocks) * paged.block_nbytes * num_layers
     wanted = min(step_nbytes, max(_SMALL_STEP, total // _LEAST_STEPS))
     steps: list[Step] = []
     for chunk in range(num_chunks):

@@ -43,8 +43,11 @@ def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
     token = cache.token_width * 2
     limit = draw(st.integers(token, 40 * token))
     chunks = -(-len(ids) // per_chunk)
-    end_step = draw(st.sampled_from((1, 3 * token, transfer_plan._END_STEP)))
-    with mock.patch.object(transfer_plan, "_END_STEP", end_step):
+    sizes = {
+        name: draw(st.sampled_from((1, 3 * token, getattr(transfer_plan, name))))
+        for name in ("_END_STEP", "_SMALL_STEP")
+    }
+    with mock.patch.multiple(transfer_plan, **sizes):
         steps = plan(cache, ids, chunks, per_chunk, skip, limit, draw(st.booleans()))
 
     moved: dict[tuple[int, int, int], int] = {}
@@ -108,6 +111,38 @@ def test_it_is_cut_by_layers_first(gathering: bool) -> None:
     sizes = [len(step.layers) for step in steps]
     # Of the last layer, half its blocks at a time.
     assert sizes == [4] * 7 + [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("layout", KVLayout)
+@pytest.mark.parametrize("gathering", [True, False])
+def test_a_small_transfer_is_one_step(layout: KVLayout, gathering: bool) -> None:
+    cache = paged(layout, 4, 8, 1, 128, 64)
+    assert sum(layer.nbytes for layer in cache.layers) in (1 << 19, 1 << 20)
+    (step,) = plan(cache, list(range(8)), 1, 8, 0, 8 << 20, gathering)
+    assert step.layers == range(4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"), [(3, [2, 1]), (4, [2, 2]), (5, [3, 2]), (9, [5, 2, 2])]
+)
+@pytest.mark.parametrize("gathering", [True, False])
+def test_it_is_halved_down_to_a_mebibyte(gathering: bool, layers: int, sizes: list[int]) -> None:
+    cache = paged(KVLayout.BLOCKS_FIRST, layers, 4, 4, 128, 64)
+    assert cache.layers[0].nbytes == 1 << 19
+    with mock.patch.object(transfer_plan, "_SMALL_STEP", 8 << 20):
+        steps = plan(cache, list(range(4)), 1, 4, 0, 8 << 20, gathering)
+    if not gathering:
+        steps.reverse()
+    assert [len(step.layers) for step in steps] == sizes
+    assert [layer for step in steps for layer in step.layers] == list(range(layers))
+
+
+@pytest.mark.parametrize("gathering", [True, False])
+def test_what_is_skipped_makes_no_step_larger(gathering: bool) -> None:
+    cache = paged(KVLayout.BLOCKS_FIRST, 16, 16, 8, 128, 64)
+    without = plan(cache, list(range(8, 16)), 1, 8, 0, 8 << 20, gathering)
+    skipping = plan(cache, list(range(16)), 2, 8, 8, 8 << 20, gathering)
+    assert [step.layers for step in skipping] == [step.layers for step in without]
 
 
 def test_not_even_one_token_fits() -> None:
