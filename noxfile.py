@@ -87,6 +87,19 @@ def stub(session: nox.Session, lmcache: str) -> None:
     session.run(*PYTEST, *folders, *session.posargs)
 
 
+@nox.session(name="next")
+def next_lmcache(session: nox.Session) -> None:
+    """The newest LMCache that is not supported yet: reported, never required."""
+    install_torch(session)
+    own = [text for text in PYPROJECT["project"]["dependencies"] if not text.startswith("lmcache")]
+    session.install("--quiet", TORCH_RBLN, *own, *group("test"))
+    # Without its requirements: the lane chooses LMCache.
+    session.install("--quiet", "--no-deps", "-e", ".")
+    session.run(
+        "python", "-m", "tests.next", *(["--", *session.posargs] if session.posargs else [])
+    )
+
+
 @nox.session
 def simulator(session: nox.Session) -> None:
     """The simulated RBLN runtime itself: streams, costs, faults, symbols, sanitizers."""

@@ -113,9 +113,10 @@ def _detector(original: Any) -> Any:
 
     from lmcache_rbln import kv_layout
 
+    discover: Any = original.discover
     if not inspect.isclass(original):
         raise _ChangedError(f"the detector is {original!r}, no class")
-    parameters = list(inspect.signature(original.discover).parameters)
+    parameters = list(inspect.signature(discover).parameters)
     if parameters != ["self", "kv_caches", "layout_hints"]:
         raise _ChangedError(f"{original.__name__}.discover({', '.join(parameters)})")
     formats = {

@@ -31,16 +31,17 @@ from lmcache_rbln.lmcache_compat import guard_protocol
 _TRANSFER_MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
 _L1_MODULE = "lmcache.v1.distributed.l1_manager"
 
-#: LMCache's names that the guard relies on, checked before anything is touched.
+#: The methods that the guard replaces, with all their parameters: checked before anything is touched.
 _RELIED_ON = {
     "EngineDrivenTransferModule._release_entry": {"instance_id", "entry"},
     "EngineDrivenTransferModule.report_status": set[str](),
 }
 _RELIED_ON_STRATEGY = {
-    "__init__": {"storage_manager", "pending_writes", "pending_lock", "transfer_key_factory"},
     "prepare_store": {"key", "instance_id", "context", "resolve_obj_keys"},
     "commit_store": {"key", "instance_id", "cpu_data", "context", "resolve_obj_keys"},
 }
+#: Some of the strategy's constructor's: what they are kept as is used.
+_RELIED_ON_STATE = {"storage_manager", "pending_writes", "pending_lock", "transfer_key_factory"}
 
 
 _logger = logger_of("server_guard")
@@ -84,9 +85,10 @@ def _install(module: ModuleType) -> None:
         strategy = server_transfer.ShmTransferStrategy
         for name, parameters in _RELIED_ON.items():
             kind, _, method = name.partition(".")
-            _require(getattr(module, kind), method, parameters)
+            _require(getattr(module, kind), method, parameters, all_of_them=True)
         for method, parameters in _RELIED_ON_STRATEGY.items():
-            _require(strategy, method, parameters)
+            _require(strategy, method, parameters, all_of_them=True)
+        _require(strategy, "__init__", _RELIED_ON_STATE)
         if not _discards_in_one_step(L1Manager):
             # Decorated: their parameters can't be seen.
             _require(L1Manager, "delete", set())
@@ -106,9 +108,9 @@ def _install(module: ModuleType) -> None:
     _logger().info("lmcache-rbln %s guards this server against unfinished writes", __version__)
 
 
-def _require(owner: Any, method: str, parameters: set[str]) -> None:
+def _require(owner: Any, method: str, parameters: set[str], *, all_of_them: bool = False) -> None:
     found = set(inspect.signature(getattr(owner, method)).parameters)
-    if not parameters <= found:
+    if not parameters <= found or (all_of_them and found != {"self", *parameters}):
         raise _ChangedError(f"{owner.__name__}.{method}({', '.join(sorted(found))})")
 
 

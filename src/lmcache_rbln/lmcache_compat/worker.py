@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -704,4 +706,6 @@ class WorkerClient:
             "num_kv_readers": self._kv_readers,
         }
         known = {field.name for field in dataclasses.fields(IPCCacheServerKey)}
+        if "token_bytes" in known:  # 0.5.7, in place of token_ids.
+            fields["token_bytes"] = np.asarray(token_ids, ">u4").tobytes()
         return IPCCacheServerKey(**{name: fields[name] for name in fields if name in known})

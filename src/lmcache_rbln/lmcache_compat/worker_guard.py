@@ -83,6 +83,15 @@ def _require(owner: Any, method: str, *parameters: str) -> Any:
     return function
 
 
+def _require_all(owner: Any, method: str, *parameters: str) -> Any:
+    """As ``_require``, for a method that is replaced by one of the same parameters."""
+    function = _require(owner, method, *parameters)
+    found = list(inspect.signature(function).parameters)
+    if found != ["self", *parameters]:
+        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(found)})")
+    return function
+
+
 # -- what a thread has prepared and not yet committed ----------------------------------------
 
 
@@ -129,11 +138,11 @@ def _warn_of_unguarded_server() -> None:
 
 def _install_shared_memory(module: ModuleType) -> None:
     context = module.EngineDrivenContextShm
-    prepare_store = _require(context, "prepare_store", "key", "instance_id")
-    commit_store = _require(context, "commit_store", "key", "instance_id")
+    prepare_store = _require_all(context, "prepare_store", "key", "instance_id")
+    commit_store = _require_all(context, "commit_store", "key", "instance_id", "_chunks")
     prepare_retrieve = _require(context, "prepare_retrieve", "key", "instance_id")
-    commit_retrieve = _require(context, "commit_retrieve", "key", "instance_id")
-    build = _require(context, "_build_slot_tensors", "slots")
+    commit_retrieve = _require_all(context, "commit_retrieve", "key", "instance_id")
+    build = _require_all(context, "_build_slot_tensors", "slots")
     _require(context, "__init__", "shm_name", "pool_size")
 
     def guarded_prepare_store(self: Any, key: Any, instance_id: int) -> Any:
@@ -163,10 +172,11 @@ def _install_shared_memory(module: ModuleType) -> None:
         _open.store = None
         return done and not (store is not None and store.lost)
 
-    def guarded_prepare_retrieve(self: Any, key: Any, instance_id: int) -> Any:
+    # 0.5.7 says how many chunks it expects, too.
+    def guarded_prepare_retrieve(self: Any, key: Any, instance_id: int, *more: Any) -> Any:
         release_retrieve()  # Of a retrieve whose end was not seen.
         _open.retrieve = (self, key, instance_id)
-        return prepare_retrieve(self, key, instance_id)
+        return prepare_retrieve(self, key, instance_id, *more)
 
     def guarded_commit_retrieve(self: Any, key: Any, instance_id: int) -> bool:
         _open.retrieve = None
