@@ -127,7 +127,7 @@ def _tapered(
     layers = step.layers
     per_layer = step.num_elements // len(layers)
     while len(layers) > 1 and per_layer * len(layers) * itemsize > _END_STEP:
-        half = -(-len(layers) // 2)
+        half = (len(layers) + 1) // 2
         tapered.append(_step(step.part, layers[:half]))
         layers = layers[half:]
     part = step.part

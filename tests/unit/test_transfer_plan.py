@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_rbln import transfer_plan
@@ -28,20 +29,37 @@ def paged(
     return PagedKV(layout, tensors, blocks, heads, block_size, head_size)
 
 
+def first_element(cache: PagedKV, block: int, plane: int, head: int, token: int) -> int:
+    """Where a layer has the first element of a head of a token, by the layout's shape alone."""
+    place = (plane, block) if cache.layout is KVLayout.KV_FIRST else (block, plane)
+    shape = (cache.planes, cache.num_blocks)[:: 1 if cache.layout is KVLayout.KV_FIRST else -1]
+    row = 0
+    for index, size in zip(
+        (*place, head, token), (*shape, cache.num_heads, cache.block_size), strict=True
+    ):
+        row = row * size + index
+    return row * cache.head_size
+
+
+@settings(max_examples=250)
 @given(data=st.data(), layout=st.sampled_from(list(KVLayout)))
-def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
+def test_every_byte_once_and_to_its_place(data: st.DataObject, layout: KVLayout) -> None:
     draw = data.draw
-    heads = 1 if layout is KVLayout.MLA else draw(st.integers(1, 4))
-    blocks = draw(st.integers(1, 20))
+    heads = 1 if layout is KVLayout.MLA else draw(st.integers(1, 3))
+    blocks = draw(st.integers(1, 12))
     cache = paged(
         layout, draw(st.integers(1, 5)), blocks, heads,
-        draw(st.integers(1, 9)), draw(st.integers(1, 9)),
+        draw(st.integers(1, 5)), draw(st.integers(1, 3)),
     )  # fmt: skip
     per_chunk = draw(st.integers(1, 6))
     ids = draw(st.permutations(range(blocks)))[: draw(st.integers(1, blocks))]
     skip = draw(st.integers(0, blocks))
     token = cache.token_width * 2
-    limit = draw(st.integers(token, 40 * token))
+    # Whole blocks of some layers, or slices of one plane of a block.
+    limit = draw(
+        st.integers(token, cache.block_nbytes)
+        | st.integers(cache.block_nbytes, 8 * cache.block_nbytes)
+    )
     chunks = -(-len(ids) // per_chunk)
     sizes = {
         name: draw(st.sampled_from((1, 3 * token, getattr(transfer_plan, name))))
@@ -50,28 +68,50 @@ def test_every_byte_once(data: st.DataObject, layout: KVLayout) -> None:
     with mock.patch.multiple(transfer_plan, **sizes):
         steps = plan(cache, ids, chunks, per_chunk, skip, limit, draw(st.booleans()))
 
-    moved: dict[tuple[int, int, int], int] = {}
-    tokens: dict[tuple[int, int, int, int], int] = {}
+    moved: set[tuple[int, int, int, int]] = set()
     for step in steps:
         part = step.part
         assert 0 < step.num_elements * 2 <= limit
         assert step.num_elements == sum(step.lengths)
-        assert len(step.lengths) == len(part.runs) * len(step.layers)
-        for layer in step.layers:
-            for start, length in part.runs:
-                for element in range(start, start + length):
-                    key = (layer, 0, element)
-                    moved[key] = moved.get(key, 0) + 1
+        assert step.lengths == tuple(length for _, length in part.runs) * len(step.layers)
+        assert part.cut is None or runs_of(*part.cut) == list(part.runs)
+        assert part.cut is not None or len(part.runs) < transfer_plan._FEW_RUNS
+        staged = [start + at for start, length in part.runs for at in range(length)]
+        assert len(staged) == part.num_tokens * len(part.planes) * cache.token_width
+        for number in range(part.num_tokens):
+            in_chunk = part.first_token + number
+            position, in_block = divmod(in_chunk, cache.block_size)
+            block = ids[part.chunk * per_chunk + position]
+            which, rest = divmod(number, part.block_tokens)
             for plane in part.planes:
-                for at in range(part.first_token, part.first_token + part.num_tokens):
-                    place = (part.chunk, layer, plane, at)
-                    tokens[place] = tokens.get(place, 0) + 1
+                place = (plane - part.planes.start) * part.plane_stride + which * part.block_stride
+                for head in range(heads):
+                    row = place + head * part.block_tokens + rest
+                    first = row * cache.head_size
+                    want = first_element(cache, block, plane, head, in_block)
+                    assert staged[first : first + cache.head_size] == list(
+                        range(want, want + cache.head_size)
+                    )
+                for layer in step.layers:
+                    assert (part.chunk, layer, plane, in_chunk) not in moved
+                    moved.add((part.chunk, layer, plane, in_chunk))
     count = max(0, len(ids) - skip)
-    layers = len(cache.layers)
-    assert set(moved.values()) <= {1}
-    assert len(moved) == count * layers * cache.block_nbytes // 2
-    assert set(tokens.values()) <= {1}
-    assert len(tokens) == count * layers * cache.planes * cache.block_size
+    assert len(moved) == count * len(cache.layers) * cache.planes * cache.block_size
+
+
+def runs_of(first: int, lengths: list[int], which: list[int]) -> list[tuple[int, int]]:
+    """The runs that a cut gives."""
+    starts = list(itertools.accumulate(lengths, initial=first))
+    return [(starts[index], lengths[index]) for index in which]
+
+
+def test_repeated_blocks_are_not_cut() -> None:
+    cache = paged(KVLayout.BLOCKS_FIRST, 1, 10, 2, 4, 8)
+    (step,) = plan(cache, [5, 3, 5, 3, 7], 1, 6, 0, 1 << 20, True)
+    assert step.part.cut is None
+    assert len(step.part.runs) == 5
+    (step,) = plan(cache, [5, 3, 1, 7], 1, 6, 0, 1 << 20, True)
+    assert step.part.cut is not None
 
 
 def test_consecutive_blocks_are_one_run() -> None:
