@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -33,13 +34,13 @@ PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 
-def install_torch(session: nox.Session) -> None:
+def install_torch(session: nox.Session, python: str = "python") -> None:
     """The vendor's PyTorch, from the configured index or PyTorch's own."""
-    pip = ("python", "-m", "pip", "install", "--quiet", TORCH)
+    pip = (python, "-m", "pip", "install", "--quiet", TORCH)
     try:
-        session.run(*pip)
+        session.run(*pip, external=True)
     except nox.command.CommandFailed:
-        session.run(*pip, "--extra-index-url", PYTORCH_CPU_INDEX)
+        session.run(*pip, "--extra-index-url", PYTORCH_CPU_INDEX, external=True)
 
 
 def install_stack(session: nox.Session, lmcache: str) -> None:
@@ -70,6 +71,38 @@ def own_requirements(session: nox.Session) -> list[str]:
     } - {"lmcache"}
     frozen = str(session.run("python", "-m", "pip", "freeze", silent=True)).splitlines()
     return [line for line in frozen if line.split("==")[0].replace("_", "-") in names]
+
+
+def audit(session: nox.Session) -> None:
+    """Fail on a known vulnerability of a requirement; name each that could not be looked up.
+
+    Advisories come from the package index, and not every index has them.
+    """
+    folder = Path(session.create_tmp())
+    requirements, found = folder / "audited.txt", folder / "audit.json"
+    requirements.write_text("\n".join(own_requirements(session)) + "\n")
+    found.unlink(missing_ok=True)
+    session.run(
+        "pip-audit", "--progress-spinner", "off", "--no-deps", "--disable-pip",
+        "--format", "json", "--output", str(found), "--requirement", str(requirements),
+        success_codes=[0, 1],
+    )  # fmt: skip
+    if not found.exists():
+        session.error("pip-audit could not do its work; see above")
+    packages = json.loads(found.read_text())["dependencies"]
+    for package in packages:
+        if "skip_reason" in package:
+            session.warn(f"NOT AUDITED: {package['name']}: {package['skip_reason']}")
+    vulnerable = [
+        f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in "
+        f"{', '.join(vulnerability['fix_versions']) or 'no release'}"
+        for package in packages
+        for vulnerability in package.get("vulns", ())
+    ]
+    if vulnerable:
+        session.error("known vulnerabilities: " + "; ".join(vulnerable))
+    audited = sum("skip_reason" not in package for package in packages)
+    session.log(f"{audited} of {len(packages)} requirements audited")
 
 
 def tracked(session: nox.Session) -> list[str]:
@@ -178,13 +211,8 @@ def lint(session: nox.Session) -> None:
     )
     session.run("clang-format", "--dry-run", "--Werror", *sources)
     session.run("actionlint")
-    # Advisories come from the package index; where it offers none, this says what it skipped.
-    audited = Path(session.create_tmp()) / "audited.txt"
-    audited.write_text("\n".join(own_requirements(session)) + "\n")
-    session.run(
-        "pip-audit", "--progress-spinner", "off", "--no-deps", "--disable-pip", "-r", str(audited)
-    )  # fmt: skip
-    session.run("detect-secrets-hook", *tracked(session))
+    audit(session)
+    session.run("detect-secrets-hook", *tracked(session), log=False)
 
 
 @nox.session
@@ -194,25 +222,63 @@ def docs(session: nox.Session) -> None:
     session.run("lychee", "--offline", "--no-progress", *TEXTS, "docs")
 
 
+#: The backend that LMCache selects, by module and class.
+SELECTED = """
+from lmcache.v1.platform import current_device_spec as spec
+print("SELECTED", type(spec).__module__, spec.backend_name)
+"""
+
+
 @nox.session
 def build(session: nox.Session) -> None:
-    """Source distribution and wheel, checked; the demo run from the wheel, in an empty place."""
-    shutil.rmtree("dist", ignore_errors=True)
+    """Source distribution and wheel, checked; installed, tried and removed in an empty place."""
     session.install("--quiet", *group("build"))
+    shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist", silent=True)
     session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
-    install_torch(session)
-    session.install("--quiet", TORCH_RBLN, f"lmcache=={LMCACHE[-1]}")
-    wheel = next(Path("dist").glob("*.whl")).resolve()
-    before = session.run("python", "-m", "pip", "freeze", "--exclude", "lmcache-rbln", silent=True)
-    session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
-    session.install("--quiet", str(wheel))
-    with session.chdir(session.create_tmp()):
-        session.run("lmcache-rbln", "demo")
-    after = session.run("python", "-m", "pip", "freeze", "--exclude", "lmcache-rbln", silent=True)
-    lost = set(str(before).splitlines()) - set(str(after).splitlines())
-    if lost:
-        session.error(f"installing the wheel changed other packages: {sorted(lost)}")
+    (wheel,) = Path("dist").resolve().glob("*.whl")
+
+    place = Path(session.create_tmp()).resolve() / "empty"
+    session.run("python", "-m", "venv", "--clear", str(place))
+    python = str(place / "bin" / "python")
+
+    def run(*arguments: str, **options: object) -> str:
+        return str(session.run(python, *arguments, external=True, **options))
+
+    def packages() -> set[str]:
+        frozen = run("-m", "pip", "freeze", "--all", silent=True, log=False)
+        return {line for line in frozen.splitlines() if not line.startswith("lmcache-rbln ")}
+
+    install_torch(session, python)
+    run("-m", "pip", "install", "--quiet", TORCH_RBLN, f"lmcache=={LMCACHE[-1]}")
+    before = packages()
+    run("-m", "pip", "install", "--quiet", str(wheel))
+    if changed := before - packages():
+        session.error(f"installing the wheel changed other packages: {sorted(changed)}")
+
+    with session.chdir(place):
+        run("-m", "lmcache_rbln.cli", "demo")
+        # The simulated runtime stays where it was compiled, and needs nothing of the package.
+        where = (
+            "from lmcache_rbln import simulator; print(simulator.environment()['LD_LIBRARY_PATH'])"
+        )
+        env = {
+            "LD_LIBRARY_PATH": run("-c", where, silent=True, log=False).splitlines()[-1],
+            "LMCACHE_TRACK_USAGE": "false",
+        }
+
+        def selected() -> str:
+            said = run("-c", SELECTED, env=env, silent=True, log=False)
+            return next(line for line in said.splitlines() if line.startswith("SELECTED "))
+
+        if not (found := selected()).startswith("SELECTED lmcache_rbln."):
+            session.error(f"with the wheel installed, LMCache's backend is not its own: {found}")
+        run("-m", "pip", "uninstall", "--quiet", "--yes", "lmcache-rbln")
+        if not re.fullmatch(r"SELECTED lmcache\.v1\.platform\.\S*rbln rbln", found := selected()):
+            session.error(f"without the wheel, LMCache's bundled backend is not back: {found}")
+    if (place / "bin" / "lmcache-rbln").exists() or list(place.rglob("lmcache_rbln*")):
+        session.error("uninstalling the wheel left files behind")
+    session.log(f"{wheel.name}: installed, tried and removed; nothing else was changed")
 
 
 @nox.session
