@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -247,6 +248,39 @@ def test_no_memory_for_staging_on_the_device(shared: None, monkeypatch: pytest.M
     assert same(chunks, want)
     assert len(said) == 1
     assert "KV transfers do without staging there" in said[0]
+
+
+@pytest.mark.parametrize("action", ["hang=0.5", "fail"])
+def test_whether_one_runs(action: str, shared: None) -> None:
+    """While a copy takes its time, and no longer once the transfer ended or failed."""
+    block_transfer._current = None
+    assert block_transfer.is_running() is False
+    use_staging(48 * PAGE, 32 * PAGE)
+    assert block_transfer.is_running() is False
+    geometry = LARGE[0]
+    layers, ids, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln") for layer in layers], geometry)
+    seen: set[bool] = set()
+    ended = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk)
+        ended.set()
+
+    simulator.inject(";".join(f"v2h@{n}={action}" for n in range(1, 41)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while not ended.wait(0.01):
+            seen.add(block_transfer.is_running())
+            if True in seen:
+                simulator.clear_faults()  # Ends a hang; what failed stays failed.
+    finally:
+        simulator.clear_faults()
+        thread.join()
+    assert action == "fail" or True in seen
+    assert block_transfer.is_running() is False
 
 
 @pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
