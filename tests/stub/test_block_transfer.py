@@ -250,6 +250,29 @@ def test_no_memory_for_staging_on_the_device(shared: None, monkeypatch: pytest.M
     assert "KV transfers do without staging there" in said[0]
 
 
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
+def test_layers_and_chunks_are_parts_of_one_allocation(
+    geometry: Geometry, consecutive: bool, shared: None
+) -> None:
+    use_staging(48 * PAGE, 32 * PAGE)
+    layers, ids, chunks = request_of(geometry)
+    if consecutive:
+        ids = list(range(2 * geometry.blocks_per_chunk))
+    want = expected_gather(geometry, layers, chunks, ids)
+    whole = torch.stack(layers).to("rbln")
+    cache = paged(list(whole.unbind()), geometry)
+    pool = torch.zeros_like(torch.stack(chunks))
+    block_transfer.gather(cache, ids, pool.unbind(), geometry.blocks_per_chunk)
+    assert same(pool.unbind(), want)
+    empty = torch.zeros_like(whole)
+    other = paged(list(empty.unbind()), geometry)
+    block_transfer.scatter(other, ids, pool.unbind(), geometry.blocks_per_chunk)
+    want_layers = [reference.to_bytes(torch.zeros_like(layer)) for layer in layers]
+    reference.scatter(geometry, want_layers, want, ids)
+    assert same(other.layers, want_layers)
+
+
 @pytest.mark.parametrize("action", ["hang=0.5", "fail"])
 def test_whether_one_runs(action: str, shared: None) -> None:
     """While a copy takes its time, and no longer once the transfer ended or failed."""
