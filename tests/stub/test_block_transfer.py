@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from lmcache.logging import init_logger
 
 from lmcache_rbln import block_transfer, kv_layout, simulator
-from lmcache_rbln.staging import Staging
+from lmcache_rbln.staging import HND_BUFFER, Staging
+from lmcache_rbln.transfer_plan import Step, plan
 from tests import reference
 from tests.reference import Geometry
 
@@ -271,6 +272,53 @@ def test_layers_and_chunks_are_parts_of_one_allocation(
     want_layers = [reference.to_bytes(torch.zeros_like(layer)) for layer in layers]
     reference.scatter(geometry, want_layers, want, ids)
     assert same(other.layers, want_layers)
+
+
+@pytest.mark.parametrize(
+    ("runs", "nbytes", "collected"),
+    [
+        (16, 4096, False),
+        (17, 4096, True),
+        (17, (256 << 10) - 2, True),
+        (17, 256 << 10, False),
+        (64, 256 << 10, False),
+    ],
+)
+def test_many_small_runs_are_collected_on_the_npu(runs: int, nbytes: int, collected: bool) -> None:
+    geometry = LARGE[0]
+    cache = paged(geometry.layers(np.random.default_rng(0)), geometry)
+    made = Staging(48 * PAGE, 32 * PAGE)
+    on_device = made.on_device(torch.device("rbln", 0), cache.dtype, HND_BUFFER)
+    part = plan(cache, [0], 1, 1, 0, 1 << 20, True)[0].part
+    step = Step(part, range(1), (nbytes // 2,) * runs, nbytes // 2 * runs)
+    for staging in (on_device, None):
+        route = block_transfer._HndRoute(cache, [], staging, made.host)
+        assert route._collector(step) is (staging if collected else None)
+
+
+@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
+def test_submissions(geometry: Geometry, shared: None) -> None:
+    """Scattered small blocks are collected and cross together; where a chunk's layers are few runs,
+    and without staging on the NPU, nothing is copied within it; no bulk copy has too many."""
+    layers, ids, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln") for layer in layers], geometry)
+    runs = len(layers) * len(ids) * (2 if geometry.layout == "kv_first" else 1)
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    for device in (3 << 20, 0):
+        use_staging(3 << 20, device)
+        block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk)  # makes buffers
+        for direction, kind in (("gather", "v2h"), ("scatter", "h2v")):
+            simulator.reset_counters()
+            getattr(block_transfer, direction)(cache, ids, chunks, geometry.blocks_per_chunk)
+            counted = simulator.counters()
+            assert counted[kind]["bytes"] == nbytes
+            if device:
+                assert 0 < counted["v2v"]["entries"] <= runs
+                assert counted["v2v"]["bytes"] == nbytes
+                assert counted[kind]["submissions"] <= 2 * len(chunks) + 2
+            else:
+                assert counted["v2v"]["entries"] == 0
+                assert counted[kind]["entries"] <= 16 * counted[kind]["submissions"]
 
 
 @pytest.mark.parametrize("action", ["hang=0.5", "fail"])
