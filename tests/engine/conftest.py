@@ -90,6 +90,10 @@ class Server:
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": self.port,
+                # While a lookup is pending vLLM's processes spin. On two cores the server was
+                # seen without a core for 17 s; after 10 s, the default, it counts as lost. Not
+                # more than a third of its --worker-reap-timeout-seconds.
+                "lmcache.mp.heartbeat_interval": 40.0,
                 **settings,
             },
         }
