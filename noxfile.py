@@ -284,7 +284,9 @@ def build(session: nox.Session) -> None:
 @nox.session
 def release_notes(session: nox.Session) -> None:
     """The changelog's section of one version, into release-notes.md: -- 0.12.0"""
-    version = session.posargs[0]
+    version = PYPROJECT["project"]["version"]
+    if session.posargs != [version]:
+        session.error(f"asked for {session.posargs}, but pyproject.toml has version {version}")
     found = re.search(
         rf"^## \[{re.escape(version)}\].*?\n(.*?)(?=^## \[|\Z)",
         Path("CHANGELOG.md").read_text(),

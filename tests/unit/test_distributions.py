@@ -186,6 +186,31 @@ class TestEverywhereTheSame:
         assert self.matrix(workflow, "lmcache") == list(versions.TESTED)
         assert self.matrix(workflow, "python") == ["3.10", "3.11", "3.12", "3.13"]
 
+    def test_workflows_run_sessions_and_nothing_else(self) -> None:
+        tree = ast.parse((ROOT / "noxfile.py").read_text())
+        sessions = {
+            re.sub("_lmcache$", "", node.name)
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and "nox.session" in ast.unparse(node)
+        }
+        page = (ROOT / "docs" / "hardware-validation.md").read_text()
+        ran = set()
+        for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+            text = path.read_text()
+            listed = re.findall(r"^ +session: \[(.*)\]$", text, re.M)
+            for command in re.findall(r"run: (.+)$", text, re.M):
+                if nox := re.fullmatch(r"nox -s ([^-]+?)( -- .*)?", command):
+                    named = " ".join(listed) if "matrix.session" in nox[1] else nox[1]
+                    found = set(re.findall(r"[a-z_]+", re.sub(r"\(.*\)", "", named)))
+                    assert found <= sessions, f"{path.name}: {command}"
+                    ran |= found
+                elif path.name == "hardware.yml":
+                    assert command in page, "docs/hardware-validation.md says it otherwise"
+                elif not command.startswith("gh release create"):
+                    assert command == "pip install nox", f"{path.name}: {command}"
+        lanes = {"stub", "simulator", "engine", "vllm", "faults", "next", "hardware"}
+        assert ran >= lanes | {"lint", "docs", "build", "release_notes"}
+
     def test_readme(self) -> None:
         text = (ROOT / "README.md").read_text()
         assert all(version in text for version in (versions.TESTED[0], versions.TESTED[-1]))
