@@ -276,7 +276,7 @@ class _HndRoute(_Route):
             for plane in range(len(part.planes)):
                 start = layer * layer_rows + plane * part.plane_stride
                 chunk_rows = chunk[plane, layer : layer + together].reshape(-1)
-                yield rows[start : (layer + together) * layer_rows], order, chunk_rows
+                yield rows[start:], order, chunk_rows
 
 
 class _MlaRoute(_Route):

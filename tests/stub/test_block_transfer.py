@@ -105,16 +105,18 @@ def same(tensors, arrays) -> bool:
 def test_exact_in_many_steps(
     layout: str, bounds: tuple[int, int], data: st.DataObject, shared: None
 ) -> None:
-    """Every byte, both ways, with chunks that are windows of larger buffers."""
+    """Every byte, both ways, with whole chunks, and such that are windows of larger buffers."""
     use_staging(*bounds)
     geometry, gathered, scattered, skip, seed = data.draw(requests(layout))
     rng = np.random.default_rng(seed)
     layers = geometry.layers(rng)
     per_chunk, block = geometry.blocks_per_chunk, geometry.block_size
     counts = [min(per_chunk, len(gathered) - at) for at in range(0, len(gathered), per_chunk)]
-    buffers = [geometry.random(geometry.chunk_shape(n * block + 3), rng) for n in counts]
+    spare = data.draw(st.sampled_from((0, 3)))
+    buffers = [geometry.random(geometry.chunk_shape(n * block + spare), rng) for n in counts]
     chunks = [
-        buffer[..., : n * block + n % 2, :] for buffer, n in zip(buffers, counts, strict=True)
+        buffer[..., : n * block + min(spare, n % 2), :]
+        for buffer, n in zip(buffers, counts, strict=True)
     ]
 
     want = expected_gather(geometry, layers, buffers, gathered, skip)
