@@ -29,6 +29,9 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 #: Two cores are what the suite is made for; each worker is a simulated host of its own.
 PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 
+#: The tests of the stub lane.
+STUB = ("tests/unit", "tests/stub", "tests/e2e", "tests/faults/test_sample.py")
+
 
 #: Documents beside those in docs.
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
@@ -116,8 +119,24 @@ def tracked(session: nox.Session) -> list[str]:
 def stub(session: nox.Session, lmcache: str) -> None:
     """On the simulated NPU: real LMCache, real torch-rbln, real lmcache server."""
     install_stack(session, lmcache)
-    folders = ("tests/unit", "tests/stub", "tests/e2e", "tests/faults/test_sample.py")
-    session.run(*PYTEST, *folders, *session.posargs)
+    session.run(*PYTEST, *STUB, *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Lines of the package that the stub and simulator lanes run, in every process."""
+    install_stack(session, LMCACHE[-1])
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", *PYTEST, *STUB, "tests/simulator", *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Does a test notice every wrong change to what moves bytes? -- MODULE for one of them."""
+    install_stack(session, LMCACHE[-1])
+    session.run("python", "-m", "tests.mutation", *session.posargs)
 
 
 @nox.session(name="next")

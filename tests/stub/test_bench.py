@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from lmcache_rbln import simulator
 from lmcache_rbln.cli import bench, main
 from lmcache_rbln.cli._bench_models import MODELS, Model, row_of
 
@@ -120,3 +123,40 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, wrong)
     row = row_of("kv_first", Model(3, 2, 16), 16, 2, False, mib=0.05)
     assert "not those of bundled" in _bench_measure.check_row(row, {"bundled": module})[0]
+
+
+def test_what_a_measuring_process_tells(tmp_path: Path) -> None:
+    """On an NPU: the link's own speed, then each row; here with a file's kernels as the peer."""
+    from lmcache_rbln.cli import _bench_measure, _bench_plot
+
+    module = _bench_measure.bundled_kernels()
+    assert module is not None
+    rows = [row_of("kv_first", Model(3, 2, 16), size, 2, False, mib=0.05) for size in (16, 32)]
+    request = {
+        "what": "link", "rows": [asdict(row) for row in rows], "samples": 1, "bundled": True,
+        "peer": str(module.__file__),
+    }  # fmt: skip
+    told: list[Any] = []
+    _bench_measure.answer(request, lambda **what: told.append(what.get("result")))
+    about, link, *results = [result for result in told if result is not None]
+    assert about["device"] == "simulated NPU"
+    assert min(link["store"], link["retrieve"]) > 0
+    assert [set(result["ways"]) for result in results] == [{"ours", "bundled", "pre-release"}] * 2
+
+    for row, result in zip(rows, results, strict=True):
+        result["row"] = asdict(row)
+    _bench_plot.draw(tmp_path / "graph.png", results, link, "a graph")
+    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
+
+    told.clear()
+    _bench_measure.answer(
+        {**request, "what": "check"}, lambda **what: told.append(what.get("result"))
+    )
+    assert told == [about, [], []]
+
+
+def test_a_measuring_process_that_fails_says_why() -> None:
+    request = {"what": "rows", "rows": [], "samples": 1, "bundled": False, "peer": "/no/such.py"}
+    environment = simulator.environment(host=simulator.unique_host("bench"))
+    with pytest.raises(bench.BenchFailed, match=r"(?s)process failed:.*FileNotFoundError"):
+        bench._ask(environment, request, bench._Bar(Console(quiet=True), "failing", None))
