@@ -323,6 +323,20 @@ def test_submissions(geometry: Geometry, shared: None) -> None:
                 assert counted[kind]["entries"] <= 16 * counted[kind]["submissions"]
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_one_run_of_mla_is_not_collected(num_layers: int, shared: None) -> None:
+    geometry = Geometry("mla", num_layers, 24, 1, 16, 576, 8)
+    layers, _, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln") for layer in layers], geometry)
+    use_staging(3 << 20, 3 << 20)
+    for direction in (block_transfer.gather, block_transfer.scatter):
+        simulator.reset_counters()
+        direction(cache, list(range(16)), chunks, geometry.blocks_per_chunk)
+        # Each chunk is one run a layer.
+        entries = simulator.counters()["v2v"]["entries"]
+        assert entries == (0 if num_layers == 1 else 2 * num_layers)
+
+
 @pytest.mark.parametrize("action", ["hang=0.5", "fail"])
 def test_whether_one_runs(action: str, shared: None) -> None:
     """While a copy takes its time, and no longer once the transfer ended or failed."""
