@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from tests.engine import engines
+from tests.engine import engines, processes
 
 pytestmark = pytest.mark.engine
 
@@ -70,6 +70,30 @@ def test_every_layout(tmp_path, model, reference, server, name, connector, llm):
     expected = [reference(name).tokens(p, 16) for p in prompts()]
     with cached_engine(tmp_path / "engine", model(name), server, connector, **llm) as engine:
         cold_and_warm(engine, server, expected)
+
+
+def test_fp8_cache(tmp_path, model, reference, server):
+    ours = reference("llama", "float32", fp8_cache=True)
+    with cached_engine(tmp_path / "engine", model("llama"), server, kv_cache_dtype="fp8") as engine:
+        cold = engine.generate(prompts())
+        server.wait_for(engines.chunks(LENGTHS))
+        warm = engine.generate(prompts())
+    assert cold["cached"] == [0] * len(LENGTHS)
+    assert warm["cached"] == hits()
+    for out in (cold, warm):
+        for prompt, tokens in zip(prompts(), out["tokens"], strict=True):
+            assert ours.shortfall(prompt, tokens) < engines.ROUNDING
+
+
+@pytest.mark.parametrize("npu", ["RBLN-CR03", "RBLN-CR13"])
+def test_a_sliding_window_is_refused(tmp_path, model, server, npu):
+    """Its blocks shift (CR03) or are given up (CR13): a hit would be of other tokens' values."""
+    settings = {"RBLN_FORCE_NPU_NAME": npu}
+    with (
+        pytest.raises(processes.EndedError, match="RBLNSlidingWindowSpec|SlidingWindowSpec"),
+        cached_engine(tmp_path / "engine", model("mistral"), server, settings=settings),
+    ):
+        pass
 
 
 def test_bytes_altered_in_the_server_alter_the_tokens(tmp_path, model, reference, server):

@@ -122,6 +122,16 @@ def test_hybrid_groups(connect: Any) -> None:
         assert part in str(failure.value)
 
 
+def test_sliding_window(connect: Any) -> None:
+    config = kv_cache_config(Geometry("blocks_first"))
+    spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+    )
+    config.kv_cache_groups = [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)]
+    with pytest.raises(ValueError, match=r"\(SlidingWindowSpec\).*without a KV connector"):
+        connect(cache_config=config)
+
+
 def test_caches(servers: Servers, engines: Engines) -> None:
     engine = engines(servers(64), Geometry("blocks_first"))
     (worker,) = engine.workers

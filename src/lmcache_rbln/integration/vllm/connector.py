@@ -16,6 +16,7 @@ import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.logging import init_logger
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_rbln import kv_layout
 from lmcache_rbln.integration.vllm import _vllm_compat, settings
@@ -227,3 +228,13 @@ def _refuse_unworkable(vllm_config: Any, kv_cache_config: Any) -> None:
             "one. Serve a model whose layers all have the same kind of attention, or start vLLM "
             "with --disable-hybrid-kv-cache-manager if it supports this model so"
         )
+    for group in groups:
+        spec = group.kv_cache_spec
+        for each in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            if not isinstance(each, FullAttentionSpec):
+                # The blocks of a window shift, or are given up, under tokens that stay hashed.
+                raise ValueError(
+                    f"the model's KV cache ({type(each).__name__}) does not keep every token in a "
+                    "place of its own, as a cache of whole prefixes needs; serve a model with full "
+                    "attention, or start vLLM without a KV connector"
+                )
