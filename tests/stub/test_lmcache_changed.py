@@ -18,7 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_rbln.lmcache_compat import blocks_first, takeover, versions
+from lmcache_rbln.lmcache_compat import (
+    blocks_first,
+    server_guard,
+    takeover,
+    versions,
+    worker_guard,
+)
 from tests import reference
 from tests.reference import Geometry
 from tests.stub.interpreter import OURS, SHOW, run
@@ -36,7 +42,8 @@ def said() -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     handler = Handler(logging.WARNING)
-    loggers = [module._logger() for module in (blocks_first, takeover, versions)]
+    modules = (blocks_first, server_guard, takeover, versions, worker_guard)
+    loggers = [module._logger() for module in modules]
     for logger in loggers:
         logger.addHandler(handler)
     yield lines
@@ -439,3 +446,73 @@ class TestLMCacheKnowsBlocksFirst:
                 "gather", layers, [chunk], [0, 1],
                 block_size=4, chunk_tokens=8, kv_format=self.MEMBER,
             )  # fmt: skip
+
+
+def changed_method(self: Any, *_: Any, one_more: Any = None) -> None:
+    """A method of other parameters than any that a guard replaces."""
+
+
+class TestGuards:
+    """A method that a guard replaces takes other parameters now: LMCache's own stays."""
+
+    @pytest.mark.parametrize(
+        ("kind", "method"),
+        [
+            ("strategy", "prepare_store"),
+            ("strategy", "commit_store"),
+            ("strategy", "__init__"),
+            ("module", "_release_entry"),
+            ("module", "report_status"),
+        ],
+    )
+    def test_server(
+        self, kind: str, method: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import lmcache  # noqa: F401  # Its registry must start before the modules that it loads.
+        from lmcache.v1.multiprocess.modules import engine_driven_transfer, server_transfer
+
+        said.clear()  # Of an LMCache that has changed already.
+        strategy = type("Strategy", (server_transfer.ShmTransferStrategy,), {})
+        module = type("Module", (engine_driven_transfer.EngineDrivenTransferModule,), {})
+        changed = {"strategy": strategy, "module": module}[kind]
+        setattr(changed, method, changed_method)
+        before = dict(vars(strategy)), dict(vars(module))
+        monkeypatch.setattr(server_transfer, "ShmTransferStrategy", strategy)
+        double: Any = ModuleType("double")
+        double.EngineDrivenTransferModule = module
+        server_guard._install(double)
+        (line,) = said
+        assert line.startswith("lmcache-rbln cannot guard this LMCache server")
+        assert (dict(vars(strategy)), dict(vars(module))) == before
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            "__init__",
+            "prepare_store",
+            "commit_store",
+            "prepare_retrieve",
+            "commit_retrieve",
+            "_build_slot_tensors",
+        ],
+    )
+    def test_worker(self, method: str, said: list[str]) -> None:
+        import lmcache  # noqa: F401  # Its registry must start before the modules that it loads.
+        from lmcache.v1.multiprocess.transfer_context import shm
+
+        said.clear()
+        context = type("Context", (shm.EngineDrivenContextShm,), {method: changed_method})
+        before = dict(vars(context))
+        double: Any = ModuleType("double")
+        double.EngineDrivenContextShm = context
+        worker_guard._checked(worker_guard._install_shared_memory)(double)
+        (line,) = said
+        assert line.startswith("lmcache-rbln cannot guard LMCache's transfers (double has changed")
+        assert f"Context.{method}(" in line
+        assert dict(vars(context)) == before
+
+    def test_moved_contexts(self, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_guard, "_CONTEXTS", "lmcache.v1.multiprocess.moved")
+        worker_guard.install_when_needed()
+        assert len(said) == 3
+        assert all("has changed: there is no such module" in line for line in said)

@@ -32,6 +32,7 @@ import wrapt
 
 from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
+from lmcache_rbln.lmcache_compat.modules import has_module
 
 _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
 
@@ -56,7 +57,11 @@ def install_when_needed() -> None:
         ("worker_transfer", _install_submit),
         ("async_engine_driven", _install_future),
     ):
-        wrapt.register_post_import_hook(_checked(install), f"{_CONTEXTS}.{name}")
+        module = f"{_CONTEXTS}.{name}"
+        if has_module(module):
+            wrapt.register_post_import_hook(_checked(install), module)
+        else:
+            _step_aside(module, "there is no such module")
 
 
 def _checked(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -64,15 +69,19 @@ def _checked(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
         try:
             install(module)
         except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
-            _logger().warning(
-                "lmcache-rbln cannot guard LMCache's transfers (%s has changed: %s): a failed "
-                "store or retrieve may leave chunks and locks behind on the server. This release "
-                "of LMCache is not supported.",
-                module.__name__,
-                exc,
-            )
+            _step_aside(module.__name__, exc)
 
     return run
+
+
+def _step_aside(module: str, change: object) -> None:
+    _logger().warning(
+        "lmcache-rbln cannot guard LMCache's transfers (%s has changed: %s): a failed store or "
+        "retrieve may leave chunks and locks behind on the server. This release of LMCache is not "
+        "supported.",
+        module,
+        change,
+    )
 
 
 def _require(owner: Any, method: str, *parameters: str) -> Any:
@@ -163,10 +172,10 @@ def _install_shared_memory(module: ModuleType) -> None:
                 )
         return prepared
 
-    def guarded_commit_store(self: Any, key: Any, instance_id: int, chunks: Any) -> bool:
+    def guarded_commit_store(self: Any, key: Any, instance_id: int, _chunks: Any) -> bool:
         store = _open.store
         if store is None or store.reservation is None:
-            done = bool(commit_store(self, key, instance_id, chunks))
+            done = bool(commit_store(self, key, instance_id, _chunks))
         else:
             done = _end(store, guard_protocol.WRITTEN, self.mq_timeout)
         _open.store = None
