@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import importlib_metadata
+import lmcache  # noqa: F401  # Its registry must start before the modules that it loads.
 import numpy as np
 import pytest
 import torch
@@ -468,7 +469,6 @@ class TestGuards:
     def test_server(
         self, kind: str, method: str, said: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import lmcache  # noqa: F401  # Its registry must start before the modules that it loads.
         from lmcache.v1.multiprocess.modules import engine_driven_transfer, server_transfer
 
         said.clear()  # Of an LMCache that has changed already.
@@ -497,7 +497,6 @@ class TestGuards:
         ],
     )
     def test_worker(self, method: str, said: list[str]) -> None:
-        import lmcache  # noqa: F401  # Its registry must start before the modules that it loads.
         from lmcache.v1.multiprocess.transfer_context import shm
 
         said.clear()
