@@ -314,7 +314,7 @@ class _MlaRoute(_Route):
         per_layer = step.part.num_tokens * self._width
         stride = chunk.stride(0)
         first = chunk.storage_offset() + step.part.first_token * self._width
-        if stride == per_layer or len(step.layers) == 1:
+        if stride == per_layer:
             start = first + step.layers.start * stride
             return [chunk.as_strided((step.num_elements,), (1,), start)]
         return [

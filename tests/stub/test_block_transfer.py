@@ -318,6 +318,8 @@ def test_submissions(geometry: Geometry, shared: None) -> None:
                 assert 0 < counted["v2v"]["entries"] <= runs
                 assert counted["v2v"]["bytes"] == nbytes
                 assert counted[kind]["submissions"] <= 2 * len(chunks) + 2
+                if geometry.layout == "mla":  # Layers adjoin in the chunks: one copy of all.
+                    assert counted[kind]["entries"] == len(chunks)
             else:
                 assert counted["v2v"]["entries"] == 0
                 assert counted[kind]["entries"] <= 16 * counted[kind]["submissions"]
