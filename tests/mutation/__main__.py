@@ -35,7 +35,7 @@ MOVES = "tests/stub/test_block_transfer.py"
 #: Modules, and the tests that have to notice; the quickest first.
 TESTS = {
     "kv_layout": (LAYOUT, PLAN),
-    "transfer_plan": (PLAN, MOVES),
+    "transfer_plan": (PLAN,),
     "block_transfer": (MOVES,),
 }
 
