@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def start(report: Report) -> None:
     words = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     report.backend = words.get("BACKEND", f"none: {last_error(done.stderr)}")
     report.blocks_first = words.get("BLOCKS_FIRST", "nobody")
-    report.said = [line for line in done.stderr.splitlines() if "lmcache-rbln" in line]
+    report.said = [plain(line) for line in done.stderr.splitlines() if "lmcache-rbln" in line]
 
 
 def run_tests(report: Report, arguments: list[str]) -> None:
@@ -185,7 +186,7 @@ def read_tests(report: Report, junit: Path) -> None:
         wrong = [child for child in case if child.tag in ("failure", "error")]
         if wrong:
             name = f"{case.get('classname')}::{case.get('name')}"
-            report.failed[name] = (wrong[0].get("message") or "").strip().split("\n")[0][:200]
+            report.failed[name] = plain(wrong[0].get("message") or "").split("\n")[0][:200]
             report.counts["failed"] += 1
         else:
             skipped = any(child.tag == "skipped" for child in case)
@@ -236,6 +237,11 @@ def run(command: list[str], *, seconds: float, **env: str) -> subprocess.Complet
         )
     except subprocess.TimeoutExpired as exc:
         raise LaneError(f"{' '.join(command[:4])} did not end in {seconds:.0f} s") from exc
+
+
+def plain(text: str) -> str:
+    """Without the colours of a log, as they are or as XML writes them."""
+    return re.sub(r"(\x1b|#x1B)\[[0-9;]*m", "", text).strip()
 
 
 def last_error(text: str) -> str:

@@ -140,3 +140,4 @@ def test_what_is_said_at_the_start_is_kept() -> None:
     assert report.backend == "lmcache_rbln._rbln_device_spec.RblnDeviceSpec"
     assert report.blocks_first in ("LMCache", "lmcache-rbln")
     assert any("is LMCache's backend 'rbln'" in line for line in report.said)
+    assert not any("\x1b" in line for line in report.said)
