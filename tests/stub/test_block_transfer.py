@@ -98,6 +98,107 @@ def same(tensors, arrays) -> bool:
     )
 
 
+LARGE = (
+    Geometry("blocks_first", 6, 24, 8, 16, 64, 8),
+    Geometry("kv_first", 6, 24, 8, 16, 64, 8),
+    Geometry("mla", 9, 24, 1, 16, 576, 8),
+)
+
+
+def request_of(geometry: Geometry, seed: int = 0):
+    """Random layers, shuffled ids of two chunks, and the chunks."""
+    rng = np.random.default_rng(seed)
+    ids = rng.permutation(geometry.num_blocks)[: 2 * geometry.blocks_per_chunk].tolist()
+    chunks = [geometry.random(geometry.chunk_shape(), rng) for _ in range(2)]
+    return geometry.layers(rng), ids, chunks
+
+
+@pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
+def test_layers_and_chunks_are_parts_of_one_allocation(
+    geometry: Geometry, consecutive: bool, shared: None
+) -> None:
+    use_staging(48 * PAGE, 32 * PAGE)
+    layers, ids, chunks = request_of(geometry)
+    if consecutive:
+        ids = list(range(2 * geometry.blocks_per_chunk))
+    want = expected_gather(geometry, layers, chunks, ids)
+    whole = torch.stack(layers).to("rbln")
+    cache = paged(list(whole.unbind()), geometry)
+    pool = torch.zeros_like(torch.stack(chunks))
+    block_transfer.gather(cache, ids, pool.unbind(), geometry.blocks_per_chunk)
+    assert same(pool.unbind(), want)
+    empty = torch.zeros_like(whole)
+    other = paged(list(empty.unbind()), geometry)
+    block_transfer.scatter(other, ids, pool.unbind(), geometry.blocks_per_chunk)
+    want_layers = [reference.to_bytes(torch.zeros_like(layer)) for layer in layers]
+    reference.scatter(geometry, want_layers, want, ids)
+    assert same(other.layers, want_layers)
+
+
+@pytest.mark.parametrize(
+    ("runs", "nbytes", "collected"),
+    [
+        (16, 4096, False),
+        (17, 4096, True),
+        (17, (256 << 10) - 2, True),
+        (17, 256 << 10, False),
+        (64, 256 << 10, False),
+    ],
+)
+def test_many_small_runs_are_collected_on_the_npu(runs: int, nbytes: int, collected: bool) -> None:
+    geometry = LARGE[0]
+    cache = paged(geometry.layers(np.random.default_rng(0)), geometry)
+    made = Staging(48 * PAGE, 32 * PAGE)
+    on_device = made.on_device(torch.device("rbln", 0), cache.dtype, HND_BUFFER)
+    part = plan(cache, [0], 1, 1, 0, 1 << 20, True)[0].part
+    step = Step(part, range(1), (nbytes // 2,) * runs, nbytes // 2 * runs)
+    for staging in (on_device, None):
+        route = block_transfer._HndRoute(cache, [], staging, made.host)
+        assert route._collector(step) is (staging if collected else None)
+
+
+@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
+def test_submissions(geometry: Geometry, shared: None) -> None:
+    """Scattered small blocks are collected and cross together; where a chunk's layers are few runs,
+    and without staging on the NPU, nothing is copied within it; no bulk copy has too many."""
+    layers, ids, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln") for layer in layers], geometry)
+    runs = len(layers) * len(ids) * (2 if geometry.layout == "kv_first" else 1)
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    for device in (3 << 20, 0):
+        use_staging(3 << 20, device)
+        block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk)  # makes buffers
+        for direction, kind in (("gather", "v2h"), ("scatter", "h2v")):
+            simulator.reset_counters()
+            getattr(block_transfer, direction)(cache, ids, chunks, geometry.blocks_per_chunk)
+            counted = simulator.counters()
+            assert counted[kind]["bytes"] == nbytes
+            if device:
+                assert 0 < counted["v2v"]["entries"] <= runs
+                assert counted["v2v"]["bytes"] == nbytes
+                assert counted[kind]["submissions"] <= 2 * len(chunks) + 2
+                if geometry.layout == "mla":  # Layers adjoin in the chunks: one copy of all.
+                    assert counted[kind]["entries"] == len(chunks)
+            else:
+                assert counted["v2v"]["entries"] == 0
+                assert counted[kind]["entries"] <= 16 * counted[kind]["submissions"]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_one_run_of_mla_is_not_collected(num_layers: int, shared: None) -> None:
+    geometry = Geometry("mla", num_layers, 24, 1, 16, 576, 8)
+    layers, _, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln") for layer in layers], geometry)
+    use_staging(3 << 20, 3 << 20)
+    for direction in (block_transfer.gather, block_transfer.scatter):
+        simulator.reset_counters()
+        direction(cache, list(range(16)), chunks, geometry.blocks_per_chunk)
+        # Each chunk is one run a layer.
+        entries = simulator.counters()["v2v"]["entries"]
+        assert entries == (0 if num_layers == 1 else 2 * num_layers)
+
+
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("layout", reference.LAYOUTS)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,21 +231,6 @@ def test_exact_in_many_steps(
     cache = paged([layer.to("rbln") for layer in other], geometry)
     block_transfer.scatter(cache, scattered, chunks, per_chunk, skip)
     assert same(cache.layers, want_layers)
-
-
-LARGE = (
-    Geometry("blocks_first", 6, 24, 8, 16, 64, 8),
-    Geometry("kv_first", 6, 24, 8, 16, 64, 8),
-    Geometry("mla", 9, 24, 1, 16, 576, 8),
-)
-
-
-def request_of(geometry: Geometry, seed: int = 0):
-    """Random layers, shuffled ids of two chunks, and the chunks."""
-    rng = np.random.default_rng(seed)
-    ids = rng.permutation(geometry.num_blocks)[: 2 * geometry.blocks_per_chunk].tolist()
-    chunks = [geometry.random(geometry.chunk_shape(), rng) for _ in range(2)]
-    return geometry.layers(rng), ids, chunks
 
 
 @pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
@@ -251,92 +337,6 @@ def test_no_memory_for_staging_on_the_device(shared: None, monkeypatch: pytest.M
     assert same(chunks, want)
     assert len(said) == 1
     assert "KV transfers do without staging there" in said[0]
-
-
-@pytest.mark.parametrize("consecutive", [True, False])
-@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
-def test_layers_and_chunks_are_parts_of_one_allocation(
-    geometry: Geometry, consecutive: bool, shared: None
-) -> None:
-    use_staging(48 * PAGE, 32 * PAGE)
-    layers, ids, chunks = request_of(geometry)
-    if consecutive:
-        ids = list(range(2 * geometry.blocks_per_chunk))
-    want = expected_gather(geometry, layers, chunks, ids)
-    whole = torch.stack(layers).to("rbln")
-    cache = paged(list(whole.unbind()), geometry)
-    pool = torch.zeros_like(torch.stack(chunks))
-    block_transfer.gather(cache, ids, pool.unbind(), geometry.blocks_per_chunk)
-    assert same(pool.unbind(), want)
-    empty = torch.zeros_like(whole)
-    other = paged(list(empty.unbind()), geometry)
-    block_transfer.scatter(other, ids, pool.unbind(), geometry.blocks_per_chunk)
-    want_layers = [reference.to_bytes(torch.zeros_like(layer)) for layer in layers]
-    reference.scatter(geometry, want_layers, want, ids)
-    assert same(other.layers, want_layers)
-
-
-@pytest.mark.parametrize(
-    ("runs", "nbytes", "collected"),
-    [
-        (16, 4096, False),
-        (17, 4096, True),
-        (17, (256 << 10) - 2, True),
-        (17, 256 << 10, False),
-        (64, 256 << 10, False),
-    ],
-)
-def test_many_small_runs_are_collected_on_the_npu(runs: int, nbytes: int, collected: bool) -> None:
-    geometry = LARGE[0]
-    cache = paged(geometry.layers(np.random.default_rng(0)), geometry)
-    made = Staging(48 * PAGE, 32 * PAGE)
-    on_device = made.on_device(torch.device("rbln", 0), cache.dtype, HND_BUFFER)
-    part = plan(cache, [0], 1, 1, 0, 1 << 20, True)[0].part
-    step = Step(part, range(1), (nbytes // 2,) * runs, nbytes // 2 * runs)
-    for staging in (on_device, None):
-        route = block_transfer._HndRoute(cache, [], staging, made.host)
-        assert route._collector(step) is (staging if collected else None)
-
-
-@pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
-def test_submissions(geometry: Geometry, shared: None) -> None:
-    """Scattered small blocks are collected and cross together; where a chunk's layers are few runs,
-    and without staging on the NPU, nothing is copied within it; no bulk copy has too many."""
-    layers, ids, chunks = request_of(geometry)
-    cache = paged([layer.to("rbln") for layer in layers], geometry)
-    runs = len(layers) * len(ids) * (2 if geometry.layout == "kv_first" else 1)
-    nbytes = sum(chunk.nbytes for chunk in chunks)
-    for device in (3 << 20, 0):
-        use_staging(3 << 20, device)
-        block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk)  # makes buffers
-        for direction, kind in (("gather", "v2h"), ("scatter", "h2v")):
-            simulator.reset_counters()
-            getattr(block_transfer, direction)(cache, ids, chunks, geometry.blocks_per_chunk)
-            counted = simulator.counters()
-            assert counted[kind]["bytes"] == nbytes
-            if device:
-                assert 0 < counted["v2v"]["entries"] <= runs
-                assert counted["v2v"]["bytes"] == nbytes
-                assert counted[kind]["submissions"] <= 2 * len(chunks) + 2
-                if geometry.layout == "mla":  # Layers adjoin in the chunks: one copy of all.
-                    assert counted[kind]["entries"] == len(chunks)
-            else:
-                assert counted["v2v"]["entries"] == 0
-                assert counted[kind]["entries"] <= 16 * counted[kind]["submissions"]
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_one_run_of_mla_is_not_collected(num_layers: int, shared: None) -> None:
-    geometry = Geometry("mla", num_layers, 24, 1, 16, 576, 8)
-    layers, _, chunks = request_of(geometry)
-    cache = paged([layer.to("rbln") for layer in layers], geometry)
-    use_staging(3 << 20, 3 << 20)
-    for direction in (block_transfer.gather, block_transfer.scatter):
-        simulator.reset_counters()
-        direction(cache, list(range(16)), chunks, geometry.blocks_per_chunk)
-        # Each chunk is one run a layer.
-        entries = simulator.counters()["v2v"]["entries"]
-        assert entries == (0 if num_layers == 1 else 2 * num_layers)
 
 
 @pytest.mark.parametrize("action", ["hang=0.5", "fail"])
