@@ -40,7 +40,7 @@ TESTS = {
 }
 
 #: What starts processes, in which the module is as it was.
-SKIPPED = "not (start_methods or nothing_is_read or no_thread_is_left)"
+SKIPPED = "not (start_methods or no_thread_is_left)"
 
 #: Seconds, and seconds of CPU, after which a mutant counts as noticed: it waits, or loops.
 TIMEOUT = 120

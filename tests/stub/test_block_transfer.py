@@ -447,56 +447,81 @@ def test_another_npu_than_the_current_one(geometry: Geometry) -> None:
     assert same(chunks, want)
 
 
-@pytest.mark.parametrize("layout", ["blocks_first", "mla"])
-def test_nothing_is_read_before_what_the_engine_queued(layout: str) -> None:
-    """Random delays of asynchronous work; the three ways in which a caller can be ordered after
-    the engine: on its stream, on a stream that waits for its event, on another NPU's stream."""
-    run_python(
-        f"""
-        geometry = next(g for g in t.LARGE if g.layout == {layout!r})
-        layers, ids, chunks = t.request_of(geometry)
-        want = t.expected_gather(geometry, layers, chunks, ids)
-        pinned = [layer.pin_memory() for layer in layers]
-        engine, copies = torch.rbln.Stream(device=1), torch.rbln.Stream(device=1)
+@pytest.fixture
+def late() -> Iterator[None]:
+    """Asynchronous work starts up to 3 ms late, at random."""
+    simulator.set_delay(3000, seed=7)
+    yield
+    simulator.set_delay(0)
 
-        def write(cache):
-            # The last layer first, so that what is read last is ready first.
-            for target, source in reversed(list(zip(cache.layers, pinned))):
-                target.copy_(source, non_blocking=True)
 
-        def fresh():
-            return t.paged([torch.zeros_like(x, device="rbln:1") for x in layers], geometry)
+@pytest.mark.parametrize("geometry", (LARGE[0], LARGE[2]), ids=lambda g: g.layout)
+def test_nothing_is_read_before_what_the_engine_queued(geometry: Geometry, late: None) -> None:
+    """The three ways in which a caller can be ordered after the engine: on its stream, on a stream
+    that waits for its event, on another NPU's stream."""
+    layers, ids, chunks = request_of(geometry)
+    want = expected_gather(geometry, layers, chunks, ids)
+    pinned = [layer.pin_memory() for layer in layers]
+    engine, copies = torch.rbln.Stream(device=1), torch.rbln.Stream(device=1)
 
-        def check(cache):
-            own = [torch.zeros_like(chunk) for chunk in chunks]
-            block_transfer.gather(cache, ids, own, geometry.blocks_per_chunk)
-            assert t.same(own, want)
+    def write(cache: kv_layout.PagedKV) -> None:
+        # The last layer first, so that what is read last is ready first.
+        for target, source in reversed(list(zip(cache.layers, pinned, strict=True))):
+            target.copy_(source, non_blocking=True)
 
-        for _ in range(3):
-            with torch.rbln.device(1):
+    def fresh() -> kv_layout.PagedKV:
+        return paged([torch.zeros_like(x, device="rbln:1") for x in layers], geometry)
+
+    def check(cache: kv_layout.PagedKV) -> None:
+        own = [torch.zeros_like(chunk) for chunk in chunks]
+        block_transfer.gather(cache, ids, own, geometry.blocks_per_chunk)
+        assert same(own, want)
+
+    for _ in range(3):
+        with torch.rbln.device(1):
+            cache = fresh()
+            write(cache)
+            check(cache)
+            with torch.rbln.stream(engine):
                 cache = fresh()
                 write(cache)
                 check(cache)
-                with torch.rbln.stream(engine):
-                    cache = fresh()
-                    write(cache)
-                    check(cache)
-                    cache = fresh()
-                    write(cache)
-                    written = torch.rbln.Event()
-                    written.record(engine)
-                with torch.rbln.stream(copies):
-                    written.wait(stream=copies)
-                    check(cache)
-                with torch.rbln.stream(engine):
-                    cache = fresh()
-                    write(cache)
-            with torch.rbln.device(0):
+                cache = fresh()
+                write(cache)
+                written = torch.rbln.Event()
+                written.record(engine)
+            with torch.rbln.stream(copies):
+                written.wait(stream=copies)
                 check(cache)
-        """,
-        delay_us=3000,
-        seed=7,
-    )
+            with torch.rbln.stream(engine):
+                cache = fresh()
+                write(cache)
+        with torch.rbln.device(0):
+            check(cache)
+
+
+@pytest.mark.parametrize("geometry", (LARGE[0], LARGE[2]), ids=lambda g: g.layout)
+def test_an_event_is_enough(geometry: Geometry) -> None:
+    """A stream that waits for the cache's event waits for nothing that was queued since."""
+    layers, ids, chunks = request_of(geometry)
+    cache = paged([layer.to("rbln:0") for layer in layers], geometry)
+    want = expected_gather(geometry, layers, chunks, ids)
+    engine, copies = torch.rbln.Stream(device=0), torch.rbln.Stream(device=0)
+    other = torch.zeros(4096, dtype=torch.uint8, device="rbln:0")
+    source = torch.ones(4096, dtype=torch.uint8).pin_memory()
+    simulator.inject("h2v@1=hang=600")
+    try:
+        with torch.rbln.stream(engine):
+            other.copy_(source, non_blocking=True)
+        with torch.rbln.stream(copies):
+            block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk)
+        # Nor does a transfer of nothing, whatever its stream.
+        block_transfer.gather(cache, ids, chunks, geometry.blocks_per_chunk, len(ids))
+        assert not engine.query()
+    finally:
+        simulator.clear_faults()
+    engine.synchronize()
+    assert same(chunks, want)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
