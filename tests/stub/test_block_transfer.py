@@ -29,8 +29,8 @@ from tests.reference import Geometry
 PAGE = 4096
 
 #: Host and device bounds that cut small transfers into steps as the defaults cut large ones:
-#: several blocks a step, or slices of a block; and no staging on the device.
-BOUNDS = ((3 * PAGE, 2 * PAGE), (6 * PAGE, 4 * PAGE), (30 * PAGE, 20 * PAGE), (3 * PAGE, 0))
+#: several blocks a step, or slices of a block; less staging on the device, and none.
+BOUNDS = ((3 * PAGE, 2 * PAGE), (30 * PAGE, 4 * PAGE), (30 * PAGE, 20 * PAGE), (3 * PAGE, 0))
 
 
 @pytest.fixture
