@@ -113,12 +113,13 @@ def request_of(geometry: Geometry, seed: int = 0):
     return geometry.layers(rng), ids, chunks
 
 
+@pytest.mark.parametrize("staging", [32 * PAGE, 3 << 20])
 @pytest.mark.parametrize("consecutive", [True, False])
 @pytest.mark.parametrize("geometry", LARGE, ids=lambda g: g.layout)
 def test_layers_and_chunks_are_parts_of_one_allocation(
-    geometry: Geometry, consecutive: bool, shared: None
+    geometry: Geometry, consecutive: bool, staging: int, shared: None
 ) -> None:
-    use_staging(48 * PAGE, 32 * PAGE)
+    use_staging(staging, staging)
     layers, ids, chunks = request_of(geometry)
     if consecutive:
         ids = list(range(2 * geometry.blocks_per_chunk))
