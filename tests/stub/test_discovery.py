@@ -49,6 +49,9 @@ def test_the_bundled_backend_can_be_pinned() -> None:
     [
         "import lmcache_rbln.device_spec",
         "from lmcache_rbln.device_spec import RblnDeviceSpec",
+        "import lmcache_rbln.device_ops",
+        "from lmcache_rbln.device_ops import RblnDeviceOps",
+        "import lmcache_rbln.self_check",
         "import lmcache_rbln.integration.vllm",
         "import lmcache",
         "import torch",
@@ -64,11 +67,14 @@ def test_any_import_order(first: str) -> None:
     assert run(first + SHOW)[0] == f"{OURS} rbln"
 
 
-def test_the_class_is_one() -> None:
+def test_each_class_is_one() -> None:
     code = """
+    from lmcache_rbln.device_ops import RblnDeviceOps
     from lmcache_rbln.device_spec import RblnDeviceSpec
+    import lmcache
     from lmcache.v1.platform import current_device_spec
     assert type(current_device_spec) is RblnDeviceSpec
+    assert type(lmcache.device_ops) is RblnDeviceOps
     """
     run(code)
 

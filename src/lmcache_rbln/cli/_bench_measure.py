@@ -329,7 +329,7 @@ def about() -> dict[str, str]:
     """Versions, and what is measured."""
     import lmcache
 
-    if type(lmcache.device_ops).__module__ != "lmcache_rbln.device_ops":
+    if not type(lmcache.device_ops).__module__.startswith("lmcache_rbln."):
         raise RuntimeError(f"LMCache uses {type(lmcache.device_ops)}, not this package's backend")
     name = "simulated NPU"
     if not simulator.is_active():
