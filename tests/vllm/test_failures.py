@@ -214,11 +214,14 @@ def test_a_failed_load_after_a_local_hit_stores_nothing_wrong(
     engine.send(output, rows)
     engine.receive(output, rows)
     engine.run()
-    # The first run puts back what was evicted, the second loads all that the server has.
-    engine.forget_local_cache()
-    engine.run_one(tokens)
-    engine.forget_local_cache()
-    assert engine.loaded[engine.run_one(tokens)] == 512
+    # The first run puts back what was evicted, the second loads all that the server has. A store
+    # that meets a chunk which the server is about to drop leaves it to the next one.
+    for _ in range(4):
+        engine.forget_local_cache()
+        loaded = engine.loaded[engine.run_one(tokens)]
+        if loaded == 512:
+            break
+    assert loaded == 512
     engine.check_over()
 
 
