@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from lmcache_rbln import simulator
 from lmcache_rbln.cli import bench, main
 from lmcache_rbln.cli._bench_models import MODELS, Model, row_of
+from lmcache_rbln.staging import HOST_VARIABLE
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +39,8 @@ def test_rows_have_the_size_asked_for() -> None:
     row = row_of("blocks_first", MODELS["llama-3.1-8b"], 128, 2, False)
     assert row.chunks * 32 == 256
     assert row.title == "blocks-first, block 128, 2 a chunk"
+    assert row.planes == 2
+    assert row_of("mla", MODELS["kimi-k2"], 128, 2, True).planes == 1
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,11 @@ def test_a_small_run(tmp_path: Path) -> None:
     done = run(
         "--layers", "4", "--heads", "2", "--head-size", "64", "--block-size", "16,64",
         "--mib", "2", "--samples", "2", "--scattered", "--json", str(report),
+        "--plot", str(tmp_path / "graph.png"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "simulated NPU" in done.stdout
+    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
     found: dict[str, Any] = json.loads(report.read_text())
     assert found["simulated"] is True
     assert [result["row"]["block_size"] for result in found["results"]] == [16, 64] * 2
@@ -125,9 +128,9 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not those of bundled" in _bench_measure.check_row(row, {"bundled": module})[0]
 
 
-def test_what_a_measuring_process_tells(tmp_path: Path) -> None:
+def test_what_a_measuring_process_tells() -> None:
     """On an NPU: the link's own speed, then each row; here with a file's kernels as the peer."""
-    from lmcache_rbln.cli import _bench_measure, _bench_plot
+    from lmcache_rbln.cli import _bench_measure
 
     module = _bench_measure.bundled_kernels()
     assert module is not None
@@ -143,11 +146,6 @@ def test_what_a_measuring_process_tells(tmp_path: Path) -> None:
     assert min(link["store"], link["retrieve"]) > 0
     assert [set(result["ways"]) for result in results] == [{"ours", "bundled", "pre-release"}] * 2
 
-    for row, result in zip(rows, results, strict=True):
-        result["row"] = asdict(row)
-    _bench_plot.draw(tmp_path / "graph.png", results, link, "a graph")
-    assert (tmp_path / "graph.png").read_bytes().startswith(b"\x89PNG")
-
     told.clear()
     _bench_measure.answer(
         {**request, "what": "check"}, lambda **what: told.append(what.get("result"))
@@ -155,8 +153,21 @@ def test_what_a_measuring_process_tells(tmp_path: Path) -> None:
     assert told == [about, [], []]
 
 
-def test_a_measuring_process_that_fails_says_why() -> None:
-    request = {"what": "rows", "rows": [], "samples": 1, "bundled": False, "peer": "/no/such.py"}
-    environment = simulator.environment(host=simulator.unique_host("bench"))
-    with pytest.raises(bench.BenchFailed, match=r"(?s)process failed:.*FileNotFoundError"):
-        bench._ask(environment, request, bench._Bar(Console(quiet=True), "failing", None))
+def test_a_measuring_process_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(HOST_VARIABLE, "much")
+    small = ("--layers", "1", "--heads", "1", "--head-size", "8", "--mib", "1", "--samples", "1")
+    assert main(["bench", "--block-size", "16", *small]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the measuring process failed" in said
+    assert f"{HOST_VARIABLE}='much' is not a size" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.79, "[red]0.79[/] (0.8/0.9)"), (0.8, "[yellow]0.80[/] (0.8/0.9)"), (0.9, "[green]0.90")],
+)
+def test_a_figure_against_its_gate(value: float, said: str) -> None:
+    assert bench._against(value, (0.8, 0.9)).startswith(said)
+    assert bench._against(value, None) == f"{value:.2f}"

@@ -316,6 +316,28 @@ def test_an_error_of_the_helper_reaches_the_caller() -> None:
         )
 
 
+def test_an_error_stops_the_others() -> None:
+    helper_runs = threading.Event()
+    caller = threading.get_ident()
+    moved: list[int] = []
+
+    def move(step: int) -> None:
+        if threading.get_ident() == caller:
+            assert helper_runs.wait(10)
+            raise RuntimeError("the caller's copy failed")
+        helper_runs.set()
+        time.sleep(0.01)
+        moved.append(step)
+
+    helpers = block_transfer._shared().helpers
+    with pytest.raises(RuntimeError, match="the caller's copy failed"):
+        block_transfer._share_out(range(1000), move, torch.device("rbln", 0), helpers)
+    count = len(moved)
+    assert count < 900
+    time.sleep(0.05)
+    assert len(moved) == count
+
+
 def test_no_memory_for_staging_on_the_device(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower, but right, and said once."""
     said: list[str] = []
@@ -458,8 +480,8 @@ def late() -> Iterator[None]:
 
 @pytest.mark.parametrize("geometry", (LARGE[0], LARGE[2]), ids=lambda g: g.layout)
 def test_nothing_is_read_before_what_the_engine_queued(geometry: Geometry, late: None) -> None:
-    """The three ways in which a caller can be ordered after the engine: on its stream, on a stream
-    that waits for its event, on another NPU's stream."""
+    """The ways in which a caller can be ordered after the engine: on its stream, on a stream that
+    waits for its event, on the default stream, with another NPU as the current one."""
     layers, ids, chunks = request_of(geometry)
     want = expected_gather(geometry, layers, chunks, ids)
     pinned = [layer.pin_memory() for layer in layers]
@@ -497,8 +519,18 @@ def test_nothing_is_read_before_what_the_engine_queued(geometry: Geometry, late:
             with torch.rbln.stream(engine):
                 cache = fresh()
                 write(cache)
+            check(cache)  # From the default stream.
+            with torch.rbln.stream(engine):
+                cache = fresh()
+                write(cache)
         with torch.rbln.device(0):
             check(cache)
+        with torch.rbln.device(1):
+            with torch.rbln.stream(engine):
+                cache = fresh()
+                write(cache)
+            with torch.rbln.stream(copies), torch.rbln.device(0):
+                check(cache)
 
 
 @pytest.mark.parametrize("geometry", (LARGE[0], LARGE[2]), ids=lambda g: g.layout)
@@ -510,7 +542,7 @@ def test_an_event_is_enough(geometry: Geometry) -> None:
     engine, copies = torch.rbln.Stream(device=0), torch.rbln.Stream(device=0)
     other = torch.zeros(4096, dtype=torch.uint8, device="rbln:0")
     source = torch.ones(4096, dtype=torch.uint8).pin_memory()
-    simulator.inject("h2v@1=hang=600")
+    simulator.inject("h2v@1=hang=30")  # Who waits for the engine finds that it has ended.
     try:
         with torch.rbln.stream(engine):
             other.copy_(source, non_blocking=True)

@@ -93,3 +93,12 @@ def test_kept(key: str, value: Any) -> None:
 def test_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
         settings.with_server({key: value})
+
+
+def test_a_named_server_is_kept_and_an_empty_one_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.SERVER_VARIABLE, "other:7000")
+    named = {settings.SERVER_URLS_KEY: "kv-host:5555", "more": 1}
+    assert settings.with_server(named) == named
+    assert settings.with_server({settings.SERVER_URLS_KEY: ""}) == {
+        settings.SERVER_URLS_KEY: "other:7000"
+    }
