@@ -16,12 +16,12 @@ import threading
 import numpy as np
 import numpy.typing as npt
 import torch
-from lmcache.logging import init_logger
 
 from lmcache_rbln import block_transfer
+from lmcache_rbln._log import logger_of
 from lmcache_rbln.kv_layout import KVLayout, PagedKV
 
-logger = init_logger("lmcache_rbln.self_check")
+_logger = logger_of("self_check")
 
 #: ``LMCACHE_RBLN_SELF_CHECK=0`` turns the check off.
 VARIABLE = "LMCACHE_RBLN_SELF_CHECK"
@@ -37,6 +37,15 @@ _Bytes = npt.NDArray[np.uint8]
 _verdicts: dict[object, str] = {}
 _lock = threading.Lock()
 _unchecked: set[object] = set()
+
+
+def _forget_after_fork() -> None:
+    # Another thread of the parent may have held it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def ensure(paged: PagedKV) -> None:
@@ -71,7 +80,7 @@ def ensure(paged: PagedKV) -> None:
                         return
                     verdict = _compare(scratch)
                     if verdict:
-                        logger.error("%s", verdict)
+                        _logger().error("%s", verdict)
                 _verdicts[geometry] = verdict
     if verdict:
         raise RuntimeError(verdict)
@@ -94,7 +103,7 @@ def _scratch(paged: PagedKV, heads: int) -> PagedKV | None:
         key = (paged.layout, paged.dtype, inner, paged.device)
         if key not in _unchecked:
             _unchecked.add(key)
-            logger.warning(
+            _logger().warning(
                 "Not checked whether KV blocks arrive as they were sent: no room on %s for scratch "
                 "blocks (%s). Leave the NPU a few MiB, or set %s=0.",
                 paged.device,

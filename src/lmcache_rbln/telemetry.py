@@ -27,13 +27,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from lmcache.logging import init_logger
-
 from lmcache_rbln import __version__
+from lmcache_rbln._log import logger_of
 
 __all__ = ["counted"]
 
-logger = init_logger("lmcache_rbln.transfer")
+_logger = logger_of("transfer")
 
 #: Where vLLM's processes leave their Prometheus counters; vLLM sets it for several API servers, a
 #: user for one.
@@ -44,6 +43,15 @@ _Sink: TypeAlias = Callable[[float, str], None]
 
 _made: dict[str, list[_Sink]] = {}
 _making = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    # Another thread of the parent may have held it.
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 _DESCRIPTIONS = {
     "blocks": ("{block}", "KV blocks moved between NPU and host, all layers of a block as one."),
@@ -72,13 +80,13 @@ def counted(transfer: Callable[..., None]) -> Callable[..., None]:
             transfer(*args, **kwargs)
         except BaseException as exc:
             _count(direction, failures=1)
-            logger.debug("%s failed: %s: %s", direction, type(exc).__name__, exc)
+            _logger().debug("%s failed: %s: %s", direction, type(exc).__name__, exc)
             raise
         seconds = time.perf_counter() - started
         blocks, nbytes = _moved(given)
         _count(direction, blocks=blocks, bytes=nbytes, seconds=seconds)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
+        if _logger().isEnabledFor(logging.DEBUG):
+            _logger().debug(
                 "%s: %d blocks, %.1f MiB in %.2f ms (%.2f GB/s)",
                 direction,
                 blocks,
@@ -107,7 +115,7 @@ def _count(direction: str, **amounts: float) -> None:
             for add in _sinks()[name]:
                 add(amount, direction)
     except Exception as exc:
-        logger.debug("not counted: %r", exc)
+        _logger().debug("not counted: %r", exc)
 
 
 def _sinks() -> Mapping[str, list[_Sink]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 from collections.abc import Sequence
 
 from lmcache_rbln import __version__
@@ -32,4 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
     args = parser.parse_args(argv)
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT

@@ -13,7 +13,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import importlib_metadata
 from lmcache_rbln import npu
 from lmcache_rbln.cli import _npu_holders
 from lmcache_rbln.cli._doctor_report import Check, failed, ok, warning
+from lmcache_rbln.integration.vllm import settings
 from lmcache_rbln.lmcache_compat import versions
 
 #: What the probe found, by stage; a stage that it did not reach is missing.
@@ -38,16 +39,24 @@ _CONNECTOR_MODULE = "lmcache_rbln.integration.vllm.connector"
 OUR_SPEC = "lmcache_rbln._rbln_device_spec.RblnDeviceSpec"
 _GROUPS = ("lmcache.device_plugins", "lmcache.device_backends")
 
-#: The package's own settings with what they take; docs/settings.md explains them.
-SETTINGS: dict[str, str] = {
-    "LMCACHE_RBLN_CACHE": ".+",
-    "LMCACHE_RBLN_DEVICE_STAGING_MB": r"\d+",
-    "LMCACHE_RBLN_GUARD": "[01]",
-    "LMCACHE_RBLN_KV_LAYOUT": "(?i:blocks_first|kv_first)",
-    "LMCACHE_RBLN_PREFAULT": "[01]",
-    "LMCACHE_RBLN_SELF_CHECK": "[01]",
-    "LMCACHE_RBLN_SERVER": r"\S+:\d+",
-    "LMCACHE_RBLN_STAGING_MB": r"\d+",
+
+def _matches(pattern: str) -> Callable[[str], object]:
+    return re.compile(pattern).fullmatch
+
+
+#: The package's own settings: whether a value is one, and what they take; docs/settings.md explains them.
+SETTINGS: dict[str, tuple[Callable[[str], object], str]] = {
+    "LMCACHE_RBLN_CACHE": (_matches(".+"), "a folder"),
+    "LMCACHE_RBLN_DEVICE_STAGING_MB": (_matches("[0-9]+"), "whole MiB, 0 for none"),
+    "LMCACHE_RBLN_GUARD": (_matches("[01]"), "0 or 1"),
+    "LMCACHE_RBLN_KV_LAYOUT": (
+        _matches("(?i:blocks_first|kv_first)"),
+        "blocks_first or kv_first",
+    ),
+    "LMCACHE_RBLN_PREFAULT": (_matches("[01]"), "0 or 1"),
+    "LMCACHE_RBLN_SELF_CHECK": (_matches("[01]"), "0 or 1"),
+    "LMCACHE_RBLN_SERVER": (settings.is_address, "tcp://HOST:PORT"),
+    "LMCACHE_RBLN_STAGING_MB": (_matches("0*[1-9][0-9]*"), "whole MiB, 1 or more"),
 }
 
 _SIMULATE = "to try things without an NPU: lmcache-rbln simulate -- COMMAND"
@@ -421,7 +430,10 @@ def _backend(facts: Facts) -> Check:
         return failed(
             name,
             f"LMCache cannot be imported{because}: {' '.join(str(found['error']).split())[:300]}",
-            "mend the lines above first; if all are ok, pip install --force-reinstall lmcache",
+            "set LMCACHE_DEVICE_BACKEND=rbln, or unset what is set, and mend the lines above"
+            if pins
+            else "mend the lines above first; if all are ok, pip install --force-reinstall --no-deps "
+            f"lmcache=={installed('lmcache') or versions.TESTED[-1]}",
         )
     if facts.get("runtime", {}).get("error") and installed("torch-rbln"):
         return failed(
@@ -470,21 +482,21 @@ def _settings(environment: Mapping[str, str]) -> Check:
     name = "settings"
     mine = {key: value for key, value in environment.items() if key.startswith("LMCACHE_RBLN_")}
     unknown = sorted(set(mine) - set(SETTINGS))
-    if unknown:
-        return warning(
-            name,
-            f"unknown, and so without effect: {', '.join(unknown)}",
-            f"correct the name; there are {', '.join(SETTINGS)}",
-        )
-    wrong = [
-        f"{key}={value!r}"
+    no_effect = f"unknown, and so without effect: {', '.join(unknown)}"
+    wrong = {
+        key: value
         for key, value in sorted(mine.items())
-        if value.strip() and not re.fullmatch(SETTINGS[key], value.strip())
-    ]
+        if key in SETTINGS and value.strip() and not SETTINGS[key][0](value.strip())
+    }
     if wrong:
+        found = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         return failed(
-            name, f"not understood: {', '.join(wrong)}", "unset it, or see docs/settings.md"
+            name,
+            f"not understood: {found}" + (f"; {no_effect}" if unknown else ""),
+            "; ".join(f"set {key} to {SETTINGS[key][1]}, or unset it" for key in wrong),
         )
+    if unknown:
+        return warning(name, no_effect, f"correct the name; there are {', '.join(SETTINGS)}")
     return ok(
         name, ", ".join(f"{key}={value}" for key, value in sorted(mine.items())) or "defaults"
     )

@@ -313,13 +313,14 @@ def _transport(server: Server) -> Check:
         return ok(name, "not looked at: the transfer mode is the other one")
     if memory.get("shm_name") and not memory.get("use_lazy") and not memory.get("devdax_path"):
         segment = _SHM / _segment(str(memory["shm_name"]))
-        if server.is_local and not segment.exists():
+        if not segment.exists():
             return failed(
                 name,
                 f"shared memory, but {segment} is not visible here: server and engine are in "
-                "different IPC namespaces, and workers refuse to register",
+                "different IPC namespaces or on different hosts, and workers refuse to register",
                 "run both with the same /dev/shm: docker --ipc=host for both, or "
-                "--ipc=container:SERVER for the engine",
+                "--ipc=container:SERVER for the engine; for engines on other hosts, restart the "
+                "server without --shm-name",
             )
         return ok(name, f"shared memory ({segment.name})")
     if asked and not memory.get("shm_name"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from rich.table import Table
 from lmcache_rbln import simulator
 from lmcache_rbln.cli import _bench_peer, _bench_plot
 from lmcache_rbln.cli._bench_models import MODELS, Model, Row, row_of
-from lmcache_rbln.cli.demo import find_devices
+from lmcache_rbln.cli.demo import find_devices, unwritable
 from lmcache_rbln.lmcache_compat.server_process import (
     LMCacheServer,
     ServerFailed,
@@ -84,6 +85,8 @@ _FRESH_STORES = 3
 _WARM_ROUNDS = 5
 _POOL_GB = 1.25
 
+
+_PLOTS = (".png", ".svg", ".pdf")
 
 #: Columns of a table that goes to a file.
 _WIDTH = 180
@@ -163,7 +166,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--peer", action="store_true",
                      help=f"also measure the backend in {_bench_peer.REQUIREMENT}, "
                      "which is downloaded once")  # fmt: skip
-    how.add_argument("--link-gbps", type=float, default=_LINK_GBPS, metavar="GBPS",
+    how.add_argument("--link-gbps", type=_speed, default=_LINK_GBPS, metavar="GBPS",
                      help="of the simulated link, in each direction (8)")  # fmt: skip
     how.add_argument("--end-to-end", action="store_true",
                      help="measure through a real server instead")  # fmt: skip
@@ -189,9 +192,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in ("json", "plot"):
         path = getattr(args, name)
-        if path is not None and not path.parent.is_dir():
-            console.print(f"--{name}: there is no folder {path.parent}", markup=False)
+        if path is not None and (problem := unwritable(path)):
+            console.print(f"--{name}: {problem}", markup=False)
             return 2
+    if args.plot and args.plot.suffix not in _PLOTS:
+        console.print(
+            f"--plot: {args.plot} is no picture; expected a name with {' or '.join(_PLOTS)}",
+            markup=False,
+        )
+        return 2
     if args.plot and not _bench_plot.available():
         console.print("--plot needs matplotlib: pip install matplotlib", markup=False)
         return 2
@@ -561,8 +570,18 @@ def _end_to_end_table(measured: dict[str, Any]) -> Table:
     return table
 
 
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected GB/s, above 0")
+    return speed
+
+
 def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    if not (text.isascii() and text.isdigit()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number above 0")
     return int(text)
 

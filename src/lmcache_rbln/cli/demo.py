@@ -49,6 +49,8 @@ _GEOMETRIES = {
 }
 _POOL_GB = 0.5
 _SIMULATED_NPUS = 2
+#: By which an environment selects among its NPUs.
+_SELECTION = ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES")
 #: What one layout consists of, for the progress bar.
 _STEPS = ("write", "store", "look up", "retrieve", "compare")
 
@@ -124,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
         0 if every byte of every layout was as it must be, else 1.
     """
     console = Console()
-    if args.json and not args.json.parent.is_dir():
-        console.print(f"--json: there is no folder {args.json.parent}", markup=False)
+    if args.json and (problem := unwritable(args.json)):
+        console.print(f"--json: {problem}", markup=False)
         return 2
     results: list[LayoutResult] = []
     about = {"lmcache-rbln": __version__, "python": platform.python_version()}
@@ -136,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             device = devices.name
             console.print(f"Device: [bold]{device}[/]")
             console.print(Text(devices.why, style="dim"))
+            console.print("Starting a server and two workers; the whole takes a minute or two.")
             results.extend(_layouts(devices, console, about))
     except (DemoFailed, ServerFailed, WorkerFailed, simulator.SimulatorError) as error:
         failure = str(error)
@@ -163,6 +166,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if exact else 1
 
 
+def unwritable(path: Path) -> str:
+    """Why a report cannot be written there; "" if nothing speaks against it."""
+    if path.is_dir():
+        return f"{path} is a folder, expected a file"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return ""
+
+
 def find_devices() -> Devices:
     """Real NPUs if there are any, else simulated ones.
 
@@ -176,7 +188,13 @@ def find_devices() -> Devices:
         if seen["simulated"]:
             name, why = "simulated NPU", "the one that this command was started with"
         return Devices(name, why, _worker_environments(base, int(seen["count"])), base)
-    base = simulator.environment(npus=_SIMULATED_NPUS, host=simulator.unique_host())
+    # What selects among the NPUs that are not there says nothing of the simulated ones.
+    for variable in _SELECTION:
+        base.pop(variable, None)
+    try:
+        base = simulator.environment(base, npus=_SIMULATED_NPUS, host=simulator.unique_host())
+    except ValueError as error:  # a setting of the simulated NPU in this process's environment
+        raise simulator.SimulatorError(str(error)) from error
     environments = _worker_environments(base, _SIMULATED_NPUS)
     return Devices("simulated NPU", str(seen["reason"]), environments, base)
 
@@ -212,6 +230,8 @@ def _worker_environments(base: dict[str, str], count: int) -> tuple[dict[str, st
         variable = "RBLN_VISIBLE_DEVICES"
     chosen = [one.strip() for one in base.get(variable, "").split(",") if one.strip()]
     chosen = chosen or [str(index) for index in range(count)]
+    if len(chosen) < 2:
+        return base, base
     return {**base, variable: chosen[0]}, {**base, variable: chosen[1]}
 
 
@@ -330,7 +350,7 @@ class _Round:
         self._store_gbps = nbytes / stored["seconds"] / 1e9
         worker.call("end_session", request_id=f"{self.name} store")
         if not stored["done"]:
-            self._error = "the store failed"
+            self._error = f"the store failed; the worker's log ends:\n{worker.log_tail()}"
 
     def retrieve(self, worker: WorkerProcess, url: str, step: Any) -> LayoutResult:
         """Retrieve into a wiped cache, and compare all of it."""

@@ -41,9 +41,15 @@ def compiler() -> list[str]:
     """The C++ compiler's command: ``$CXX`` if set, else the first of c++, g++, clang++.
 
     Raises:
-        SimulatorError: There is none.
+        SimulatorError: There is none, or ``CXX`` is no command.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as exc:
+        raise SimulatorError(
+            f"CXX={os.environ['CXX']!r} is no command ({exc}); expected a C++ compiler such as g++, "
+            "or leave it unset"
+        ) from exc
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]

@@ -50,7 +50,7 @@ def with_server(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     if any(extra_config.get(key) for key in _SERVER_KEYS):
         return dict(extra_config)
     address = os.environ.get(SERVER_VARIABLE, "").strip() or DEFAULT_SERVER
-    if not _is_address(address):
+    if not is_address(address):
         raise ValueError(
             f"{SERVER_VARIABLE}={address!r} is no server address; expected one like "
             f"{DEFAULT_SERVER} or kv-host:5555. For several servers use kv_connector_extra_config "
@@ -92,7 +92,8 @@ def _is_mode(value: Any) -> bool:
     return isinstance(value, str) and value.lower() in MODES
 
 
-def _is_address(text: Any) -> bool:
+def is_address(text: Any) -> bool:
+    """Whether this is one server's address, with a port."""
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     return match is not None and _is_port(match["port"])
 
@@ -105,11 +106,11 @@ def _are_addresses(value: Any) -> bool:
         return False
     # LMCache overlooks what a comma too many leaves.
     named = [address for address in addresses if address != "" and not str(address).isspace()]
-    return bool(named) and all(map(_is_address, named))
+    return bool(named) and all(map(is_address, named))
 
 
 def _is_host(value: Any) -> bool:
-    return value == "" or _is_address(f"{value}:1" if isinstance(value, str) else value)
+    return value == "" or is_address(f"{value}:1" if isinstance(value, str) else value)
 
 
 def _is_port(value: Any) -> bool:
