@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import inspect
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -526,7 +528,37 @@ def test_server_in_another_ipc_namespace() -> None:
     assert "/dev/shm/lmcache_l1_pool_not-there is not visible here" in check.found
     assert "--ipc=host" in check.next_step
     elsewhere = server_with(memory, host="kv-host", shm_name="not-there")
-    assert _doctor_server._transport(elsewhere).status is Status.OK
+    # A name that is not 127.0.0.1 may be the container beside, or another host: no worker here
+    # reaches the segment in either case.
+    check = _doctor_server._transport(elsewhere)
+    assert check.status is Status.FAILED
+    assert "without --shm-name" in check.next_step
+
+
+def test_no_next_step_replaces_the_vendors_torch() -> None:
+    """LMCache's and others' requirements include torch."""
+    for module in (_doctor_host, _doctor_server):
+        source = inspect.getsource(module)
+        for at in re.finditer("--force-reinstall", source):
+            line_end = source[at.end() : at.end() + 60]
+            torch_itself = "{reinstall}" in source[at.start() - 40 : at.start()]
+            assert "--no-deps" in line_end or torch_itself
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LMCACHE_RBLN_STAGING_MB", "0"),
+        ("LMCACHE_RBLN_SERVER", "tcp://h:99999"),
+        ("LMCACHE_RBLN_GUARD", "off"),
+    ],
+)
+def test_a_setting_that_the_package_refuses_fails(name: str, value: str) -> None:
+    check = _doctor_host._settings({name: value, "LMCACHE_RBLN_STAGNG_MB": "1"})
+    assert check.status is Status.FAILED
+    assert f"{name}={value!r}" in check.found
+    assert "LMCACHE_RBLN_STAGNG_MB" in check.found
+    assert f"set {name} to" in check.next_step
 
 
 def test_lazy_l1_is_not_shared() -> None:

@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
         with terminate_as_exit():
             return _run(args, rows, console)
     except (
-        BenchFailed, ServerFailed, simulator.SimulatorError, _bench_peer.PeerNotFound,
+        BenchFailed, ServerFailed, simulator.SimulatorError, _bench_peer.PeerNotFound, ValueError,
     ) as error:  # fmt: skip
         console.print(str(error), style="red", markup=False)
         return 1

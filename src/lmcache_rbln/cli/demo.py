@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             console.print(Text(devices.why, style="dim"))
             console.print("Starting a server and two workers; the whole takes a minute or two.")
             results.extend(_layouts(devices, console, about))
-    except (DemoFailed, ServerFailed, WorkerFailed, simulator.SimulatorError) as error:
+    except (DemoFailed, ServerFailed, WorkerFailed, simulator.SimulatorError, ValueError) as error:
         failure = str(error)
     except KeyboardInterrupt:
         console.print("interrupted; the server and the workers were stopped")
@@ -180,6 +180,8 @@ def find_devices() -> Devices:
 
     Raises:
         SimulatorError: there is no NPU and the simulated one cannot be built.
+        ValueError: there is no NPU and the environment has a setting of the simulated one that
+            means nothing.
     """
     base = dict(os.environ)
     seen = _ask_for_npu(base)
@@ -191,10 +193,7 @@ def find_devices() -> Devices:
     # What selects among the NPUs that are not there says nothing of the simulated ones.
     for variable in _SELECTION:
         base.pop(variable, None)
-    try:
-        base = simulator.environment(base, npus=_SIMULATED_NPUS, host=simulator.unique_host())
-    except ValueError as error:  # a setting of the simulated NPU in this process's environment
-        raise simulator.SimulatorError(str(error)) from error
+    base = simulator.environment(base, npus=_SIMULATED_NPUS, host=simulator.unique_host())
     environments = _worker_environments(base, _SIMULATED_NPUS)
     return Devices("simulated NPU", str(seen["reason"]), environments, base)
 
