@@ -97,9 +97,8 @@ def test_a_failed_copy_is_no_verdict():
 
 
 def test_no_room_is_no_verdict(caplog):
-    import logging
 
-    logger = logging.getLogger("lmcache_rbln.self_check")
+    logger = self_check._logger()
     logger.addHandler(caplog.handler)
     try:
         cache = paged(block=1024, size=128)
