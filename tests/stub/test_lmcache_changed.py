@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -276,6 +277,8 @@ class TestLayouts:
     @pytest.fixture(autouse=True)
     def _released(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An LMCache that does not know blocks-first, with nothing installed yet."""
+        # Its own table first: who imports it later installs the detector there.
+        import_module("lmcache.v1.gpu_connector.kv_format.detectors.registry")
         monkeypatch.setattr(blocks_first, "_installed", False)
         monkeypatch.setattr("lmcache.lmcache_native.EngineKVFormat", Formats(NATIVE))
 
