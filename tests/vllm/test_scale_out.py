@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -32,13 +33,17 @@ Engines = Callable[..., Any]
 HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 class Redis:
     """A Redis server of the system's package, on a free port, that keeps nothing."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port("127.0.0.1")
         self._process = subprocess.Popen(
             ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
              "--appendonly", "no", "--dir", str(folder)],
@@ -95,24 +100,27 @@ def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     server.stop()
 
 
+@contextlib.contextmanager
+def servers_at_hosts(
+    pool_gb: float, options: Callable[[str], list[str]]
+) -> Iterator[dict[str, LMCacheServer]]:
+    """A running LMCache server for each host, by the URL at which engines reach it."""
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for address in HOSTS:
+            arguments = ["--host", address, *options(address)]
+            server = LMCacheServer(chunk_size=64, pool_gb=pool_gb, arguments=arguments)
+            stack.enter_context(server)
+            servers[server.url.replace("127.0.0.1", address)] = server
+        yield servers
+
+
 @pytest.fixture(scope="module")
 def rack(tier: tuple[Any, dict[str, Any]]) -> Iterator[list[str]]:
     """Two LMCache servers at two addresses, with little memory, over one second tier."""
-    servers = []
-    for address in HOSTS:
-        arguments = ["--host", address, "--l2-adapter", json.dumps(tier[1])]
-        arguments += ["--eviction-ratio", "0.5"]
-        server = LMCacheServer(chunk_size=64, pool_gb=0.02, arguments=arguments)
-        servers.append((address, server.start()))
-    yield [server.url.replace("127.0.0.1", address) for address, server in servers]
-    for _, server in servers:
-        server.stop()
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    options = ["--l2-adapter", json.dumps(tier[1]), "--eviction-ratio", "0.5"]
+    with servers_at_hosts(0.02, lambda address: options) as servers:
+        yield list(servers)
 
 
 def pages(port: int, path: str) -> Any:
@@ -151,26 +159,22 @@ def peers(coordinator: int) -> Iterator[list[str]]:
     """Two LMCache servers at two addresses that read each other's memory; no second tier."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NIXL is not installed, by which LMCache's servers read each other's memory")
-    servers = []
-    for address in HOSTS:
-        arguments = ["--host", address, "--coordinator-url", f"http://127.0.0.1:{coordinator}"]
-        arguments += [
-            "--coordinator-advertise-ip",
-            address,
-            "--coordinator-heartbeat-interval",
-            "1",
+
+    def options(address: str) -> list[str]:
+        return [
+            *("--coordinator-url", f"http://127.0.0.1:{coordinator}"),
+            *("--coordinator-advertise-ip", address, "--coordinator-heartbeat-interval", "1"),
+            *("--p2p-advertise-url", f"{address}:{free_port(address)}"),
         ]
-        arguments += ["--p2p-advertise-url", f"{address}:{free_port(address)}"]
-        server = LMCacheServer(chunk_size=64, pool_gb=0.25, arguments=arguments)
-        servers.append((address, server.start()))
 
-    def found() -> bool:
-        return all("'p2p_peer_count': 1" in str(pages(s.http_port, "/status")) for _, s in servers)
+    with servers_at_hosts(0.25, options) as servers:
 
-    until(found, "the servers find each other", 60.0)
-    yield [server.url.replace("127.0.0.1", address) for address, server in servers]
-    for _, server in servers:
-        server.stop()
+        def found() -> bool:
+            each = (pages(server.http_port, "/status") for server in servers.values())
+            return all("'p2p_peer_count': 1" in str(status) for status in each)
+
+        until(found, "the servers find each other", 60.0)
+        yield list(servers)
 
 
 #: Seconds between two looks of the server at what to evict.
