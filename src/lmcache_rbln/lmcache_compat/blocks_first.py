@@ -22,7 +22,7 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln._log import logger_of
-from lmcache_rbln.lmcache_compat.modules import has_module
+from lmcache_rbln.lmcache_compat.relied_on import _ChangedError, has_module, require_exactly
 
 _logger = logger_of("blocks_first")
 
@@ -32,10 +32,6 @@ _REGISTRY_MODULE = "lmcache.v1.gpu_connector.kv_format.detectors.registry"
 _NATIVE_FORMAT = "NL_X_NB_TWO_NH_ONE_BS_HS"
 
 _installed = False
-
-
-class _ChangedError(Exception):
-    """LMCache is not what the detector was written for."""
 
 
 def is_installed() -> bool:
@@ -113,12 +109,9 @@ def _detector(original: Any) -> Any:
 
     from lmcache_rbln import kv_layout
 
-    discover: Any = original.discover
     if not inspect.isclass(original):
         raise _ChangedError(f"the detector is {original!r}, no class")
-    parameters = list(inspect.signature(discover).parameters)
-    if parameters != ["self", "kv_caches", "layout_hints"]:
-        raise _ChangedError(f"{original.__name__}.discover({', '.join(parameters)})")
+    require_exactly(original, "discover", "kv_caches", "layout_hints")
     formats = {
         kv_layout.KVLayout.KV_FIRST: EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
         kv_layout.KVLayout.MLA: EngineKVFormat.NL_X_NB_BS_HS,

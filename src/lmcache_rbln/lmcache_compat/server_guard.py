@@ -17,7 +17,6 @@ Changes nothing for workers that move KV in another way.
 
 from __future__ import annotations
 
-import inspect
 import time
 from types import ModuleType
 from typing import Any
@@ -27,28 +26,25 @@ import wrapt
 from lmcache_rbln import __version__
 from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
+from lmcache_rbln.lmcache_compat.relied_on import _ChangedError, require, require_exactly
 
 _TRANSFER_MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
 _L1_MODULE = "lmcache.v1.distributed.l1_manager"
 
 #: The methods that the guard replaces, with all their parameters: checked before anything is touched.
-_RELIED_ON = {
-    "EngineDrivenTransferModule._release_entry": {"instance_id", "entry"},
-    "EngineDrivenTransferModule.report_status": set[str](),
+_RELIED_ON: dict[str, tuple[str, ...]] = {
+    "EngineDrivenTransferModule._release_entry": ("instance_id", "entry"),
+    "EngineDrivenTransferModule.report_status": (),
 }
 _RELIED_ON_STRATEGY = {
-    "prepare_store": {"key", "instance_id", "context", "resolve_obj_keys"},
-    "commit_store": {"key", "instance_id", "cpu_data", "context", "resolve_obj_keys"},
+    "prepare_store": ("key", "instance_id", "context", "resolve_obj_keys"),
+    "commit_store": ("key", "instance_id", "cpu_data", "context", "resolve_obj_keys"),
 }
 #: Some of the strategy's constructor's: what they are kept as is used.
-_RELIED_ON_STATE = {"storage_manager", "pending_writes", "pending_lock", "transfer_key_factory"}
+_RELIED_ON_STATE = ("storage_manager", "pending_writes", "pending_lock", "transfer_key_factory")
 
 
 _logger = logger_of("server_guard")
-
-
-class _ChangedError(Exception):
-    """LMCache is not what the guard was written for."""
 
 
 def install_when_needed() -> None:
@@ -85,14 +81,14 @@ def _install(module: ModuleType) -> None:
         strategy = server_transfer.ShmTransferStrategy
         for name, parameters in _RELIED_ON.items():
             kind, _, method = name.partition(".")
-            _require(getattr(module, kind), method, parameters, all_of_them=True)
+            require_exactly(getattr(module, kind), method, *parameters)
         for method, parameters in _RELIED_ON_STRATEGY.items():
-            _require(strategy, method, parameters, all_of_them=True)
-        _require(strategy, "__init__", _RELIED_ON_STATE)
+            require_exactly(strategy, method, *parameters)
+        require(strategy, "__init__", *_RELIED_ON_STATE)
         if not _discards_in_one_step(L1Manager):
             # Decorated: their parameters can't be seen.
-            _require(L1Manager, "delete", set())
-            _require(L1Manager, "get_object_state", set())
+            require(L1Manager, "delete")
+            require(L1Manager, "get_object_state")
             if not _locks_installed:
                 raise _ChangedError("the write lock of L1Manager")
     except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
@@ -106,12 +102,6 @@ def _install(module: ModuleType) -> None:
     _guard_strategy(strategy)
     _guard_module(module.EngineDrivenTransferModule)
     _logger().info("lmcache-rbln %s guards this server against unfinished writes", __version__)
-
-
-def _require(owner: Any, method: str, parameters: set[str], *, all_of_them: bool = False) -> None:
-    found = set(inspect.signature(getattr(owner, method)).parameters)
-    if not parameters <= found or (all_of_them and found != {"self", *parameters}):
-        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(sorted(found))})")
 
 
 def _discards_in_one_step(l1_manager: Any) -> bool:

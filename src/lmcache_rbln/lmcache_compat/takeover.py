@@ -19,6 +19,7 @@ from typing import Any
 import importlib_metadata
 
 from lmcache_rbln._log import logger_of
+from lmcache_rbln.lmcache_compat.relied_on import _ChangedError
 
 _logger = logger_of("takeover")
 
@@ -31,10 +32,6 @@ ENTRY_POINT_GROUP = "lmcache.device_plugins"
 
 _taken_over = ""
 _left_in_place = ""
-
-
-class _ChangedError(Exception):
-    """The bundled backend is not what the take-over was written for."""
 
 
 def pinned_backend() -> str:

@@ -32,7 +32,12 @@ import wrapt
 
 from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
-from lmcache_rbln.lmcache_compat.modules import has_module
+from lmcache_rbln.lmcache_compat.relied_on import (
+    _ChangedError,
+    has_module,
+    require,
+    require_exactly,
+)
 
 _CONTEXTS = "lmcache.v1.multiprocess.transfer_context"
 
@@ -42,10 +47,6 @@ _GIVE_UP_TIMEOUT = 5.0
 
 
 _logger = logger_of("worker_guard")
-
-
-class _ChangedError(Exception):
-    """LMCache is not what the guard was written for."""
 
 
 def install_when_needed() -> None:
@@ -82,23 +83,6 @@ def _step_aside(module: str, change: object) -> None:
         module,
         change,
     )
-
-
-def _require(owner: Any, method: str, *parameters: str) -> Any:
-    function = getattr(owner, method)
-    found = inspect.signature(function).parameters
-    if not set(parameters) <= set(found):
-        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(found)})")
-    return function
-
-
-def _require_all(owner: Any, method: str, *parameters: str) -> Any:
-    """As ``_require``, for a method that is replaced by one of the same parameters."""
-    function = _require(owner, method, *parameters)
-    found = list(inspect.signature(function).parameters)
-    if found != ["self", *parameters]:
-        raise _ChangedError(f"{owner.__name__}.{method}({', '.join(found)})")
-    return function
 
 
 # -- what a thread has prepared and not yet committed ----------------------------------------
@@ -147,12 +131,12 @@ def _warn_of_unguarded_server() -> None:
 
 def _install_shared_memory(module: ModuleType) -> None:
     context = module.EngineDrivenContextShm
-    prepare_store = _require_all(context, "prepare_store", "key", "instance_id")
-    commit_store = _require_all(context, "commit_store", "key", "instance_id", "_chunks")
-    prepare_retrieve = _require(context, "prepare_retrieve", "key", "instance_id")
-    commit_retrieve = _require_all(context, "commit_retrieve", "key", "instance_id")
-    build = _require_all(context, "_build_slot_tensors", "slots")
-    _require(context, "__init__", "shm_name", "pool_size")
+    prepare_store = require_exactly(context, "prepare_store", "key", "instance_id")
+    commit_store = require_exactly(context, "commit_store", "key", "instance_id", "_chunks")
+    prepare_retrieve = require(context, "prepare_retrieve", "key", "instance_id")
+    commit_retrieve = require_exactly(context, "commit_retrieve", "key", "instance_id")
+    build = require_exactly(context, "_build_slot_tensors", "slots")
+    require(context, "__init__", "shm_name", "pool_size")
 
     def guarded_prepare_store(self: Any, key: Any, instance_id: int) -> Any:
         give_up_store()  # Of a store whose end was not seen.
@@ -363,10 +347,10 @@ class _SlotMemory:
 
 def _install_submit(module: ModuleType) -> None:
     context = module.EngineDrivenTransferContext
-    create = _require(module, "create_engine_driven_context", "shm_name", "pool_size")
+    create = require(module, "create_engine_driven_context", "shm_name", "pool_size")
     vars(module)["create_engine_driven_context"] = _refusing(create)
-    store = _require(context, "submit_store", "key")
-    retrieve = _require(context, "submit_retrieve", "key")
+    store = require(context, "submit_store", "key")
+    retrieve = require(context, "submit_retrieve", "key")
 
     # Only the synchronous context's; the asynchronous one has a submit_store of its own.
     def submit_store(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +416,7 @@ def _reported(
 
 def _install_future(module: ModuleType) -> None:
     original: Any = module.MessagingFuture
-    _require(original, "set_result", "result")
+    require(original, "set_result", "result")
     vars(module)["MessagingFuture"] = _settling(original)
 
 
