@@ -56,7 +56,8 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
             lmcache_objects_ptrs: The chunks, on the host: ``[2, num_layers, num_tokens,
                 num_kv_heads * head_size]``, or ``[num_layers, num_tokens, head_size]`` for MLA, of
                 the cache's dtype. A view of a larger buffer will do if its tokens are dense.
-            block_ids: Blocks in token order; on gather they may repeat.
+            block_ids: Blocks in token order, a sequence, tensor or array; on gather they may
+                repeat.
             device: Not used: the tensors say where they are.
             direction: ``D2H`` gathers blocks into chunks, ``H2D`` scatters chunks into blocks.
             shape_desc: LMCache's description of the cache; ``bs`` is its block size in tokens.
@@ -78,7 +79,9 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
             skip = _skip(skip_prefix_n_blocks)
             chunks = _chunks(lmcache_objects_ptrs, paged, len(ids), blocks_per_chunk)
             gathering = _is_gather(direction)
-            if not gathering:
+            if gathering:
+                _refuse_shared_memory(chunks)
+            else:
                 _refuse_repeated(ids[skip:])
             self_check.ensure(paged)
             if gathering:
@@ -121,14 +124,22 @@ def _paged(layers: Any, engine_kv_format: Any) -> PagedKV:
     return paged
 
 
+def _whole(value: Any, name: str, unit: str) -> int:
+    """The value as an ``int``; a float, or a text, is an error of whoever calls."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected a whole number of {unit}") from None
+
+
 def _blocks_per_chunk(paged: PagedKV, shape_desc: Any, chunk_size: Any) -> int:
-    block_size = int(shape_desc.bs)
+    block_size = _whole(getattr(shape_desc, "bs", None), "the block size, shape_desc.bs,", "tokens")
     if block_size != paged.block_size:
         raise ValueError(
             f"the block size is given as {block_size} tokens, but the KV cache "
             f"{kv_layout.describe(paged.layers[0])} has {paged.block_size}"
         )
-    tokens = operator.index(chunk_size)
+    tokens = _whole(chunk_size, "lmcache_chunk_size", "tokens")
     if tokens <= 0 or tokens % block_size:
         raise ValueError(
             f"the chunk size is {tokens} tokens, expected a multiple of the block size "
@@ -138,10 +149,14 @@ def _blocks_per_chunk(paged: PagedKV, shape_desc: Any, chunk_size: Any) -> int:
 
 
 def _block_ids(block_ids: Any, paged: PagedKV) -> list[int]:
-    ids = [
-        operator.index(block)
-        for block in (block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids)
-    ]
+    listed = block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids
+    # A set has no order, and a dictionary's keys are not meant.
+    if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise TypeError(f"block_ids is {block_ids!r}, expected a list or a tensor of them")
+    try:
+        ids = [operator.index(block) for block in listed]
+    except TypeError as exc:
+        raise TypeError(f"block_ids holds something else than whole numbers: {exc}") from None
     if ids and not (min(ids) >= 0 and max(ids) < paged.num_blocks):
         wrong = next(block for block in ids if not 0 <= block < paged.num_blocks)
         raise ValueError(
@@ -151,7 +166,7 @@ def _block_ids(block_ids: Any, paged: PagedKV) -> list[int]:
 
 
 def _skip(skip_prefix_n_blocks: Any) -> int:
-    skip = operator.index(skip_prefix_n_blocks)
+    skip = _whole(skip_prefix_n_blocks, "skip_prefix_n_blocks", "blocks")
     if skip < 0:
         raise ValueError(f"skip_prefix_n_blocks is {skip}, expected 0 or more blocks")
     return skip
@@ -164,6 +179,15 @@ def _refuse_repeated(written: list[int]) -> None:
         raise ValueError(
             f"block id {twice} is to be written twice by one scatter; each block may be the "
             "destination of one part of a chunk only"
+        )
+
+
+def _refuse_shared_memory(chunks: list[torch.Tensor]) -> None:
+    """Refuse one chunk given twice, the way in which chunks of LMCache could overlap."""
+    if len({chunk.data_ptr() for chunk in chunks}) != len(chunks):
+        raise ValueError(
+            "two chunks are the same memory, and one gather would write both; each chunk needs its "
+            "own"
         )
 
 

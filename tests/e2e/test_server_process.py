@@ -59,18 +59,29 @@ def test_an_unreachable_server_is_named(servers):
         WorkerClient("tcp://127.0.0.1:9", model_name="m", timeout=0.5)
 
 
-def test_sigterm_ends_the_block_in_order():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_block_in_order(number):
     seen = []
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended, terminate_as_exit():
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             signal.pause()
         finally:
             seen.append("cleaned up")
-    assert ended.value.code == 143
+    assert ended.value.code == 128 + number
     assert seen == ["cleaned up"]
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminate_as_exit():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_no_segment_without_shared_memory(servers):

@@ -129,6 +129,9 @@ def test_cache_folders(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert _build.cache_folder() == tmp_path / "home" / ".cache" / "lmcache-rbln"
+    # As in a file of settings, where no shell puts the home folder in.
+    monkeypatch.setenv("LMCACHE_RBLN_CACHE", "~/own")
+    assert _build.cache_folder() == tmp_path / "home" / "own"
 
 
 def test_a_cache_that_others_can_write_to(cache):

@@ -183,7 +183,7 @@ def test_wrong_torch(tmp_path: Path) -> None:
         "torch",
         "failed",
         "2.14.0+cu130; torch-rbln 0.12.0 needs 2.13.0+cpu",
-        "pip install torch==2.13.0+cpu --extra-index-url",
+        "pip uninstall torch, then pip install torch==2.13.0+cpu",
     )
     assert "by pip, as asked for by eager 3.1 (torch==2.14.0)" in report.checks["torch"]["found"]
 
@@ -485,7 +485,13 @@ def test_pages_that_are_not_this_servers(page: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--server", "a b"], ["--http", "x:99999"], ["--block-size", "0"], ["--block-size", "x"]],
+    [
+        ["--server", "a b"],
+        ["--http", "x:99999"],
+        ["--block-size", "0"],
+        ["--block-size", "x"],
+        ["--block-size", "1024"],  # against no server
+    ],
 )
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     from lmcache_rbln.cli import main
@@ -494,6 +500,33 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
         main(["doctor", *arguments])
     assert ended.value.code == 2
     assert arguments[1] in capsys.readouterr().err
+
+
+def test_help_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    from lmcache_rbln.cli import COMMANDS, main
+
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = capsys.readouterr().out
+        assert "`" not in said
+        assert f"lmcache-rbln {command}" in said
+
+
+@pytest.mark.parametrize(
+    ("server", "found", "next_step"),
+    [
+        ("[::1]:9", "nothing answers at tcp://[::1]:9: ", "lmcache server --host ::1 --port 9 "),
+        ("no-such-host.invalid", "no-such-host.invalid has no address: ", "check the name"),
+        ("x" * 70, "has no address: ", "check the name"),
+    ],
+)
+def test_nobody_there(server: str, found: str, next_step: str) -> None:
+    seen = _doctor_server.look(server, "")
+    (check,) = _doctor_server.checks(seen, {}, None)
+    assert check.status.value == "failed"
+    assert found in check.found
+    assert next_step in check.next_step
 
 
 def server_with(memory: dict[str, Any], *, host: str = "127.0.0.1", **mp: Any) -> Any:

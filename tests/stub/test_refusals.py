@@ -21,7 +21,12 @@ def request_of(transfer: Callable[..., None]) -> Callable[..., None]:
     """A good request of which single parts are replaced; refused, with nothing written."""
 
     def refuse(
-        message: str, *, direction: Any = "scatter", geometry: Geometry = GEOMETRY, **parts: Any
+        message: str,
+        *,
+        error: type[Exception] = ValueError,
+        direction: Any = "scatter",
+        geometry: Geometry = GEOMETRY,
+        **parts: Any,
     ) -> None:
         rng = np.random.default_rng(0)
         layers = [layer.to("rbln:0") for layer in geometry.layers(rng)]
@@ -37,7 +42,7 @@ def request_of(transfer: Callable[..., None]) -> Callable[..., None]:
         }
         for name, value in parts.items():
             arguments[name] = value(layers, chunks) if callable(value) else value
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             transfer(direction, **arguments)
         for tensor, want in zip((*layers, *chunks), before, strict=True):
             assert np.array_equal(reference.to_bytes(tensor), want)
@@ -109,6 +114,38 @@ def test_block_out_of_range(block: int, direction: str, request_of: Any) -> None
 
 def test_block_written_twice(request_of: Any) -> None:
     request_of("block id 0 is to be written twice", block_ids=[3, 0, 4, 0])
+
+
+def test_chunk_given_twice(request_of: Any) -> None:
+    request_of(
+        "two chunks are the same memory",
+        direction="gather",
+        chunks=lambda _, chunks: [chunks[0], chunks[0]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("block_size", 4.9, r"shape_desc\.bs, is 4\.9, expected a whole number of tokens"),
+        ("block_size", None, r"shape_desc\.bs, is None"),
+        ("chunk_tokens", "8", "lmcache_chunk_size is '8', expected a whole number of tokens"),
+        ("skip", 1.0, r"skip_prefix_n_blocks is 1\.0, expected a whole number of blocks"),
+        ("block_ids", {3: 0, 4: 1}, r"block_ids is \{3: 0, 4: 1\}, expected a list or a tensor"),
+        ("block_ids", {3, 0, 4, 1}, "expected a list or a tensor"),
+        ("block_ids", 3, "block_ids is 3"),
+        ("block_ids", [3, 0, 4, 1.0], "block_ids holds something else than whole numbers"),
+    ],
+)
+def test_wrong_type(part: str, value: Any, message: str, request_of: Any) -> None:
+    request_of(message, error=TypeError, **{part: value})
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array])
+def test_block_ids_of_any_sequence(kind: Any, transfer: Callable[..., None]) -> None:
+    layers = [torch.zeros(GEOMETRY.layer_shape, dtype=torch.bfloat16, device="rbln:0")] * 2
+    chunks = [torch.zeros(GEOMETRY.chunk_shape(), dtype=torch.bfloat16) for _ in range(2)]
+    transfer("gather", layers, chunks, kind([3, 0, 4, 1]), block_size=4, chunk_tokens=8)
 
 
 def test_a_repeat_among_the_skipped_is_fine(transfer: Callable[..., None]) -> None:
@@ -184,7 +221,7 @@ def test_other_errors_are_wrapped(
 
     monkeypatch.setattr(block_transfer, "gather", fail)
     layers = [torch.zeros(GEOMETRY.layer_shape, dtype=torch.bfloat16, device="rbln:0")] * 2
-    chunks = [torch.zeros(GEOMETRY.chunk_shape(), dtype=torch.bfloat16)] * 2
+    chunks = [torch.zeros(GEOMETRY.chunk_shape(), dtype=torch.bfloat16) for _ in range(2)]
     with pytest.raises(RuntimeError, match="MemoryError: no staging") as caught:
         transfer("gather", layers, chunks, [0, 1, 2, 3], block_size=4, chunk_tokens=8)
     assert isinstance(caught.value.__cause__, MemoryError)

@@ -56,7 +56,7 @@ class Setup:
 
     def __init__(self, row: Row, layers: int | None = None) -> None:
         self.row = row
-        count = row.chunks * row.blocks_per_chunk
+        count = row.blocks
         # More blocks than move: scattered ones leave gaps, and two blocks would fit two layouts.
         blocks = 4 * count if row.scattered else count + 2
         hnd = (row.heads, 1, row.block_size, row.head_size)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,15 @@ class Row:
         return 1 if self.layout == "mla" else 2
 
     @property
+    def blocks(self) -> int:
+        """Blocks a transfer."""
+        return self.chunks * self.blocks_per_chunk
+
+    def token_nbytes(self, itemsize: int) -> int:
+        """Bytes of one token in all layers, with elements of ``itemsize`` bytes."""
+        return self.planes * self.layers * self.heads * self.head_size * itemsize
+
+    @property
     def title(self) -> str:
         """Layout, block size, blocks a chunk and order of ids."""
         name = {"blocks_first": "blocks-first", "kv_first": "K/V-first", "mla": "MLA"}[self.layout]
@@ -109,10 +118,9 @@ def row_of(
     mib: float = 256,
 ) -> Row:
     """A row of as many whole chunks as come nearest to ``mib`` MiB."""
-    planes = 1 if layout == "mla" else 2
-    token = planes * model.layers * model.heads * model.head_size * itemsize
-    chunks = max(1, round(mib * 2**20 / (token * block_size * blocks_per_chunk)))
-    return Row(
+    row = Row(
         layout, model.layers, model.heads, model.head_size,
-        block_size, blocks_per_chunk, scattered, dtype, chunks,
+        block_size, blocks_per_chunk, scattered, dtype, chunks=1,
     )  # fmt: skip
+    chunk = row.token_nbytes(itemsize) * block_size * blocks_per_chunk
+    return replace(row, chunks=max(1, round(mib * 2**20 / chunk)))

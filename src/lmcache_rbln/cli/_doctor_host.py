@@ -117,8 +117,8 @@ def _pin() -> str:
 def _torch(facts: Facts) -> Check:
     found, pin = installed("torch"), _pin()
     reinstall = (
-        f"pip install torch=={pin or '2.13.0+cpu'} --extra-index-url "
-        "https://download.pytorch.org/whl/cpu"
+        f"pip install torch=={pin or '2.13.0+cpu'} (if pip finds no such build: --extra-index-url "
+        "with PyTorch's index of CPU builds, which its installation page names)"
     )
     if not found:
         return failed("torch", "not installed", f"{reinstall}; then pip install torch-rbln")
@@ -126,12 +126,14 @@ def _torch(facts: Facts) -> Check:
         return failed(
             "torch",
             f"{found}; torch-rbln {installed('torch-rbln')} needs {pin}{_replaced_by(pin)}",
-            f"{reinstall} --force-reinstall --no-deps",
+            f"pip uninstall torch, then {reinstall}",
         )
     error = facts.get("torch", {}).get("error")
     if error:
         return failed(
-            "torch", f"{found} cannot be imported: {error}", f"{reinstall} --force-reinstall"
+            "torch",
+            f"{found} cannot be imported: {error}",
+            f"pip uninstall torch, then {reinstall}",
         )
     return ok("torch", found + (", the build that torch-rbln asks for" if pin else ""))
 

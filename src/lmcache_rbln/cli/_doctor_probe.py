@@ -142,20 +142,13 @@ def _lmcache() -> dict[str, Any]:
 
 def _server(url: str, ask_mode: bool) -> dict[str, Any]:
     """Ask the server what it says without its HTTP pages."""
-    from lmcache_rbln.lmcache_compat.worker import ServerUnreachable, WorkerClient
+    from lmcache_rbln.lmcache_compat.worker import WorkerClient
 
     with WorkerClient(url, model_name="lmcache-rbln-doctor", timeout=_ANSWER_SECONDS) as client:
         facts: dict[str, Any] = {"chunk_size": client.chunk_size}
         if not ask_mode:
             return facts
-        # Taking back a registration that does not exist changes nothing, and only a server with
-        # the engine-driven mode answers it.
-        try:
-            client._ask("unregister_kv_cache_engine_driven_context", client.instance_id)
-            facts["engine_driven"] = True
-        except ServerUnreachable:
-            facts["engine_driven"] = False
-        return facts
+        return {**facts, "engine_driven": client.serves_engine_driven()}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class Server:
         http_port: its HTTP port.
         unreachable: why nothing accepts connections at the port for engines; "" if something does.
         pages_missing: why the HTTP pages cannot be read; "" if they can.
+        unknown_host: whether it is unreachable because its host's name has no address.
         config: its ``/config`` page.
         status: its ``/status`` page.
         version: LMCache's version there.
@@ -57,6 +58,7 @@ class Server:
     http_port: int
     unreachable: str
     pages_missing: str
+    unknown_host: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     version: str = ""
@@ -64,7 +66,12 @@ class Server:
     @property
     def url(self) -> str:
         """The address for engines."""
-        return f"tcp://{self.host}:{self.port}"
+        return f"tcp://{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def http_url(self) -> str:
+        """The address of its HTTP pages."""
+        return f"http://{_bracketed(self.http_host)}:{self.http_port}"
 
     @property
     def is_local(self) -> bool:
@@ -105,6 +112,10 @@ def parse_address(text: str, default_port: int) -> tuple[str, int]:
     return match[1].strip("[]"), port
 
 
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def look(server: str, http_address: str) -> Server:
     """Read what the server's HTTP pages say, and whether its port for engines accepts connections.
 
@@ -138,12 +149,14 @@ def look(server: str, http_address: str) -> Server:
         pages = {}
     if not port:
         port = int(pages.get("config", {}).get("mp", {}).get("port", DEFAULT_PORT))
+    unreachable, unknown_host = _connect(host, port)
     return Server(
         host=host,
         port=port,
         http_host=http_host,
         http_port=http_port,
-        unreachable=_connect(host, port),
+        unreachable=unreachable,
+        unknown_host=unknown_host,
         pages_missing=missing,
         config=pages.get("config", {}),
         status=pages.get("status", {}),
@@ -169,12 +182,16 @@ def _page(host: str, port: int, name: str, kind: type) -> Any:
     return page
 
 
-def _connect(host: str, port: int) -> str:
+def _connect(host: str, port: int) -> tuple[str, bool]:
+    """Why no connection is accepted, "" if one is, and whether the name has no address."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as exc:
-        return f"{exc.strerror or exc}"
-    return ""
+        return f"{exc.strerror or exc}", isinstance(exc, socket.gaierror)
+    # Of a label that is too long for a host name.
+    except UnicodeError as exc:
+        return str(exc), True
+    return "", False
 
 
 def checks(server: Server, facts: Facts, block_size: int | None) -> Iterator[Check]:
@@ -187,7 +204,7 @@ def checks(server: Server, facts: Facts, block_size: int | None) -> Iterator[Che
     if server.pages_missing:
         yield warning(
             "server's pages",
-            f"http://{server.http_host}:{server.http_port} cannot be read ({server.pages_missing}): "
+            f"{server.http_url} cannot be read ({server.pages_missing}): "
             "version, guard, transport and size are not known",
             "give the server's --http-host and --http-port: lmcache-rbln doctor --server "
             f"{server.url} --http http://HOST:PORT",
@@ -206,6 +223,12 @@ def checks(server: Server, facts: Facts, block_size: int | None) -> Iterator[Che
 
 def _reachable(server: Server, asked: Mapping[str, Any]) -> Check:
     name = "server"
+    if server.unknown_host:
+        return failed(
+            name,
+            f"{server.host} has no address: {server.unreachable}",
+            "check the name in --server, or give the server's IP address",
+        )
     if server.unreachable:
         return failed(
             name,

@@ -85,6 +85,9 @@ _FRESH_STORES = 3
 _WARM_ROUNDS = 5
 _POOL_GB = 1.25
 
+#: Of one transfer: what a simulated NPU of 16 GiB, and a host, have room for many times over.
+_MAX_BLOCKS = 1 << 17
+_MAX_MIB = 2048
 
 _PLOTS = (".png", ".svg", ".pdf")
 
@@ -266,7 +269,7 @@ def _rows(args: argparse.Namespace) -> list[Row]:
             args.head_size or model.head_size, model.mla,
         )  # fmt: skip
     model = model.on_one_of(args.tensor_parallel)
-    return [
+    rows = [
         row_of(
             layout, model, size, args.blocks_per_chunk or max(1, 256 // size),
             args.scattered, args.dtype, _ITEMSIZES[args.dtype], args.mib,
@@ -274,6 +277,15 @@ def _rows(args: argparse.Namespace) -> list[Row]:
         for layout in (("mla",) if model.mla else args.layout)
         for size in args.block_size
     ]  # fmt: skip
+    for row in rows:
+        nbytes = row.token_nbytes(_ITEMSIZES[args.dtype]) * row.blocks * row.block_size
+        if row.blocks > _MAX_BLOCKS or nbytes > _MAX_MIB << 20:
+            raise ValueError(
+                f"{row.title}: {row.chunks} chunks, {row.blocks} blocks, {nbytes >> 20} MiB a "
+                f"transfer; expected at most {_MAX_BLOCKS} blocks and {_MAX_MIB} MiB: change --mib, "
+                "--block-size or --blocks-per-chunk"
+            )
+    return rows
 
 
 def _say_what_is_measured(bench: Bench, link_gbps: float) -> None:

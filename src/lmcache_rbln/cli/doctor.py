@@ -92,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     if args.block_size is not None and args.block_size < 1:
         args.parser.error(f"--block-size {args.block_size}: expected at least 1")
+    if args.block_size is not None and not (args.server or args.http):
+        args.parser.error(
+            f"--block-size {args.block_size} is checked against a server's chunk size: give "
+            "--server too"
+        )
     try:
         for address, port in (
             (args.server, _doctor_server.DEFAULT_PORT),

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 __all__ = ["LMCacheServer", "ServerFailed", "terminate_as_exit"]
 
@@ -279,20 +280,22 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def terminate_as_exit() -> Iterator[None]:
-    """Within the block, SIGTERM raises ``SystemExit(143)``, so that servers are stopped in order.
+    """Within the block SIGTERM and SIGHUP raise ``SystemExit``, so that servers stop in order.
 
-    Only the main thread may set signal handlers; elsewhere nothing is changed.
+    The exit code is 128 and the signal's number. A SIGHUP that is ignored, as under ``nohup``, stays
+    so. Only the main thread may set signal handlers; elsewhere nothing is changed.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    before: dict[signal.Signals, Any] = {}
     try:
-        before = signal.signal(signal.SIGTERM, leave)
-    except ValueError:
-        yield
-        return
-    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                with contextlib.suppress(ValueError):
+                    before[number] = signal.signal(number, leave)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -360,6 +360,18 @@ class WorkerClient:
         """
         self._ask("ping", self.instance_id)
 
+    def serves_engine_driven(self) -> bool:
+        """Whether the server has the engine-driven transfer mode; waits :attr:`timeout` for a no.
+
+        LMCache's protocol has no such question (0.5.4 to 0.5.6). Taking back a registration that
+        does not exist changes nothing, and only a server with that mode answers it.
+        """
+        try:
+            self._ask("unregister_kv_cache_engine_driven_context", self.instance_id)
+        except ServerUnreachable:
+            return False
+        return True
+
     def clear(self) -> None:
         """Drop everything the server holds that no one has locked."""
         self._ask("clear")

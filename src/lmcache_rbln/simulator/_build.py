@@ -70,7 +70,7 @@ def cache_folder() -> Path:
         SimulatorError: It cannot be made, or belongs to somebody else.
     """
     if own := os.environ.get("LMCACHE_RBLN_CACHE"):
-        folder = Path(own)
+        folder = Path(own).expanduser()
     elif shared := os.environ.get("XDG_CACHE_HOME"):
         folder = Path(shared) / "lmcache-rbln"
     else:

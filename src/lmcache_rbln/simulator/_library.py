@@ -46,8 +46,8 @@ def environment(base: MutableMapping[str, str] | None = None, **settings: object
         ValueError: A setting is not valid, or one found in ``base`` is not.
     """
     result = dict(os.environ if base is None else base)
-    result.update(_settings.variables(settings))
     _settings.validate(result)
+    result.update(_settings.variables(settings))
     _prepend(result, library_path().parent)
     return result
 
