@@ -157,16 +157,17 @@ def worker(worker_pool: Callable[[int], Any]) -> Callable[[int], Any]:
 def engines(
     worker_pool: Callable[[int], Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Any]]:
-    """Makes engines; the workers of several must be different ones."""
+    """Makes engines; the workers of several must be different ones, by index or process."""
     from vllm_harness.engine import Engine
 
     made: list[Engine] = []
 
     def make(
-        server_url: str, geometry: Any, *, workers: tuple[int, ...] = (0,), **rest: Any
+        server_url: str, geometry: Any, *, workers: tuple[Any, ...] = (0,), **rest: Any
     ) -> Any:
         model = rest.pop("model", tmp_path / "model")
-        engine = Engine([worker_pool(i) for i in workers], server_url, model, geometry, **rest)
+        processes = [worker_pool(one) if isinstance(one, int) else one for one in workers]
+        engine = Engine(processes, server_url, model, geometry, **rest)
         made.append(engine)
         return engine
 

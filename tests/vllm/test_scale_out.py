@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from vllm_harness.engine import prompt
+from vllm_harness.hosts import Host, two_hosts
 from vllm_harness.kv import HOST_LAYOUT, LAYOUTS, Geometry
 from vllm_harness.processes import HOST
 
@@ -29,31 +30,38 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 Engines = Callable[..., Any]
 
 
-#: Two hosts, as far as one can have two: each its own address.
-HOSTS = ("127.0.0.2", "127.0.0.3")
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as both:
+        yield both
 
 
-def free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
+def free_port(host: Host) -> int:
+    with host.inside(), socket.socket() as probe:
+        probe.bind((host.address, 0))
         return int(probe.getsockname()[1])
 
 
 class Redis:
     """A Redis server of the system's package, on a free port, that keeps nothing."""
 
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port("127.0.0.1")
-        self._process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-             "--appendonly", "no", "--dir", str(folder)],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+    def __init__(self, host: Host, folder: Path) -> None:
+        self._host = host
+        self.port = free_port(host)
+        with host.inside():
+            self._process = subprocess.Popen(
+                ["redis-server", "--port", str(self.port), "--bind", host.address, "--save", "",
+                 "--appendonly", "no", "--protected-mode", "no", "--dir", str(folder)],
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
 
     def command(self, *words: str) -> str:
         """Send a command; the first line of the answer."""
         text = f"*{len(words)}\r\n" + "".join(f"${len(w)}\r\n{w}\r\n" for w in words)
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as link:
+        with (
+            self._host.inside(),
+            socket.create_connection((self._host.address, self.port), timeout=5) as link,
+        ):
             link.sendall(text.encode())
             return link.makefile("rb").readline().decode().strip()
 
@@ -86,57 +94,96 @@ class Folder:
 
 
 @pytest.fixture(scope="module")
-def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A second tier, and how a server is told of it."""
+def tier(
+    request: pytest.FixtureRequest,
+    hosts: tuple[Host, Host],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
+    """A second tier on the first host, and how a server is told of it."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "folder":
         yield Folder(folder), {"type": "fs", "base_path": str(folder)}
         return
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed; it is a package of the system")
-    server = Redis(folder)
+    server = Redis(hosts[0], folder)
     server.wait()
-    yield server, {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 2}
+    address = hosts[0].address
+    yield server, {"type": "resp", "host": address, "port": server.port, "num_workers": 2}
     server.stop()
 
 
+class Site:
+    """What one host has of its own: an LMCache server, and a worker with an NPU."""
+
+    def __init__(self, host: Host, index: int, folder: Path, pool_gb: float, *options: str) -> None:
+        self._host = host
+        arguments = ["--host", host.address, *options]
+        self._server = LMCacheServer(chunk_size=64, pool_gb=pool_gb, arguments=arguments)
+        with host.inside():
+            self._server.start()
+        self._worker = host.worker(index, folder)
+
+    def engine(self, engines: Engines, geometry: Geometry) -> Any:
+        """A new engine of this host, on its server."""
+        url = self._server.url.replace("127.0.0.1", self._host.address)
+        with self._host.inside():
+            return engines(url, geometry, workers=(self._worker,))
+
+    def status(self) -> str:
+        """The server's status page."""
+        with self._host.inside():
+            return str(page("127.0.0.1", self._server.http_port, "/status"))
+
+    def close(self) -> None:
+        self._worker.close()
+        self._server.stop()
+
+
 @contextlib.contextmanager
-def servers_at_hosts(
-    pool_gb: float, options: Callable[[str], list[str]]
-) -> Iterator[dict[str, LMCacheServer]]:
-    """A running LMCache server for each host, by the URL at which engines reach it."""
+def sites_at(
+    hosts: tuple[Host, Host],
+    folder: Path,
+    pool_gb: float,
+    options: Callable[[Host], list[str]],
+) -> Iterator[list[Site]]:
     with contextlib.ExitStack() as stack:
-        servers = {}
-        for address in HOSTS:
-            arguments = ["--host", address, *options(address)]
-            server = LMCacheServer(chunk_size=64, pool_gb=pool_gb, arguments=arguments)
-            stack.enter_context(server)
-            servers[server.url.replace("127.0.0.1", address)] = server
-        yield servers
+        sites = []
+        for index, host in enumerate(hosts):
+            sites.append(Site(host, index, folder, pool_gb, *options(host)))
+            stack.callback(sites[-1].close)
+        yield sites
 
 
 @pytest.fixture(scope="module")
-def rack(tier: tuple[Any, dict[str, Any]]) -> Iterator[list[str]]:
-    """Two LMCache servers at two addresses, with little memory, over one second tier."""
+def rack(
+    hosts: tuple[Host, Host],
+    tier: tuple[Any, dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[list[Site]]:
+    """An LMCache server on each host, with little memory, over one second tier."""
     options = ["--l2-adapter", json.dumps(tier[1]), "--eviction-ratio", "0.5"]
-    with servers_at_hosts(0.02, lambda address: options) as servers:
-        yield list(servers)
+    with sites_at(hosts, tmp_path_factory.mktemp("rack"), 0.02, lambda host: options) as sites:
+        yield sites
 
 
-def pages(port: int, path: str) -> Any:
-    """What an HTTP page on 127.0.0.1 says."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+def page(address: str, port: int, path: str) -> Any:
+    """What an HTTP page says."""
+    with urllib.request.urlopen(f"http://{address}:{port}{path}", timeout=5) as answer:
         return json.load(answer)
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of LMCache's coordinator."""
-    port = free_port("127.0.0.1")
+def coordinator(
+    hosts: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The URL of LMCache's coordinator, on the first host."""
+    host = hosts[0]
+    port = free_port(host)
     log = tmp_path_factory.mktemp("coordinator") / "log"
-    with log.open("wb") as out:
+    with log.open("wb") as out, host.inside():
         process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache.cli.main", "coordinator", "--host", "127.0.0.1",
+            [sys.executable, "-m", "lmcache.cli.main", "coordinator", "--host", host.address,
              "--port", str(port)],
             stdout=out, stderr=out,
         )  # fmt: skip
@@ -144,37 +191,39 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     def answers() -> bool:
         assert process.poll() is None, log.read_text()
         try:
-            return pages(port, "/instances") is not None
+            with host.inside():
+                return page(host.address, port, "/instances") is not None
         except OSError:
             return False
 
     until(answers, "the coordinator answers", 120.0)
-    yield port
+    yield f"http://{host.address}:{port}"
     process.terminate()
     process.wait(20)
 
 
 @pytest.fixture(scope="module")
-def peers(coordinator: int) -> Iterator[list[str]]:
-    """Two LMCache servers at two addresses that read each other's memory; no second tier."""
+def peers(
+    hosts: tuple[Host, Host], coordinator: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Site]]:
+    """An LMCache server on each host, which read each other's memory; no second tier."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NIXL is not installed, by which LMCache's servers read each other's memory")
 
-    def options(address: str) -> list[str]:
+    def options(host: Host) -> list[str]:
         return [
-            *("--coordinator-url", f"http://127.0.0.1:{coordinator}"),
-            *("--coordinator-advertise-ip", address, "--coordinator-heartbeat-interval", "1"),
-            *("--p2p-advertise-url", f"{address}:{free_port(address)}"),
+            *("--coordinator-url", coordinator, "--coordinator-advertise-ip", host.address),
+            *("--coordinator-heartbeat-interval", "1"),
+            *("--p2p-advertise-url", f"{host.address}:{free_port(host)}"),
         ]
 
-    with servers_at_hosts(0.25, options) as servers:
+    with sites_at(hosts, tmp_path_factory.mktemp("peers"), 0.25, options) as sites:
 
         def found() -> bool:
-            each = (pages(server.http_port, "/status") for server in servers.values())
-            return all("'p2p_peer_count': 1" in str(status) for status in each)
+            return all("'p2p_peer_count': 1" in site.status() for site in sites)
 
         until(found, "the servers find each other", 60.0)
-        yield list(servers)
+        yield sites
 
 
 #: Seconds between two looks of the server at what to evict.
@@ -198,12 +247,11 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
     indirect=["tier"],
 )
 def test_two_hosts_share_a_second_tier(
-    rack: list[str], tier: tuple[Any, dict[str, Any]], engines: Engines, layout: str
+    rack: list[Site], tier: tuple[Any, dict[str, Any]], engines: Engines, layout: str
 ) -> None:
     """What one host stored, the other loads; also after it was evicted from both servers."""
     geometry = Geometry(layout, **BIG)
-    here = engines(rack[0], geometry, workers=(0,))
-    there = engines(rack[1], geometry, workers=(1,))
+    here, there = (site.engine(engines, geometry) for site in rack)
     second, _ = tier
     before = second.size()
     prompts = [prompt(seed, 2 * 64 + 1) for seed in range(14)]
@@ -229,11 +277,11 @@ def test_two_hosts_share_a_second_tier(
 
 
 @every_layout
-def test_two_hosts_read_each_others_memory(peers: list[str], engines: Engines, layout: str) -> None:
+def test_two_hosts_read_each_others_memory(
+    peers: list[Site], engines: Engines, layout: str
+) -> None:
     """LMCache's P2P: what one server holds, the other serves to an NPU; both ways."""
-    geometry = Geometry(layout)
-    here = engines(peers[0], geometry, workers=(0,))
-    there = engines(peers[1], geometry, workers=(1,))
+    here, there = (site.engine(engines, Geometry(layout)) for site in peers)
     here.run_one(prompt(1, 200))
     assert there.loaded[there.run_one(prompt(1, 200))] == 192
     there.run_one(prompt(2, 200))
