@@ -23,15 +23,27 @@ TORCH_RBLN = "torch-rbln==0.12.0"
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
-#: Two cores are what the suite is made for; each worker is a simulated host of its own.
-PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 
 #: The tests of the stub lane.
-STUB = ("tests/unit", "tests/stub", "tests/e2e", "tests/faults/test_sample.py")
+STUB = (
+    "tests/unit",
+    "tests/stub",
+    "tests/e2e",
+    "tests/faults/test_sample.py",
+    "tests/faults/test_server_guard.py",
+)
 
 
 #: Documents beside those in docs.
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+
+
+def run_tests(session: nox.Session, *arguments: str, under: tuple[str, ...] = ()) -> None:
+    """Two cores are what the suite is made for; each worker is a simulated host of its own."""
+    # Of each session its own: what failed in one may have passed in another.
+    cache = Path(session.virtualenv.location).resolve() / "pytest_cache"
+    parallel = ("-n", "2", "--dist", "worksteal", "-o", f"cache_dir={cache}")
+    session.run(*under, "pytest", *parallel, *arguments, *session.posargs)
 
 
 def install_torch(session: nox.Session, python: str = "python") -> None:
@@ -118,7 +130,7 @@ def tracked(session: nox.Session) -> list[str]:
 def stub(session: nox.Session, lmcache: str) -> None:
     """On the simulated NPU: real LMCache, real torch-rbln, real lmcache server."""
     install_stack(session, lmcache)
-    session.run(*PYTEST, *STUB, *session.posargs)
+    run_tests(session, *STUB)
 
 
 @nox.session
@@ -126,7 +138,7 @@ def coverage(session: nox.Session) -> None:
     """Lines of the package that the stub and simulator lanes run, in every process."""
     install_stack(session, LMCACHE[-1])
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", *PYTEST, *STUB, "tests/simulator", *session.posargs)
+    run_tests(session, *STUB, "tests/simulator", under=("coverage", "run", "-m"))
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
@@ -155,7 +167,7 @@ def next_lmcache(session: nox.Session) -> None:
 def simulator(session: nox.Session) -> None:
     """The simulated RBLN runtime itself: streams, costs, faults, symbols, sanitizers."""
     install_stack(session, LMCACHE[-1])
-    session.run(*PYTEST, "tests/simulator", *session.posargs)
+    run_tests(session, "tests/simulator")
 
 
 @nox.session
@@ -169,7 +181,7 @@ def demo(session: nox.Session) -> None:
 def engine(session: nox.Session) -> None:
     """vLLM-RBLN's real engine on the simulated NPU: right tokens, cold and from the cache."""
     install_engine(session)
-    session.run(*PYTEST, "tests/engine", *session.posargs)
+    run_tests(session, "tests/engine")
 
 
 @nox.session
@@ -177,7 +189,7 @@ def engine(session: nox.Session) -> None:
 def engine_old(session: nox.Session, lmcache: str) -> None:
     """The engine with older releases of LMCache: every layout, cold and from the cache."""
     install_engine(session, lmcache)
-    session.run(*PYTEST, "tests/engine/test_cache.py::test_every_layout", *session.posargs)
+    run_tests(session, "tests/engine/test_cache.py::test_every_layout")
 
 
 @nox.session

@@ -68,7 +68,7 @@ class RblnDeviceOps(DeviceOps):  # type: ignore[misc]  # LMCache ships no type i
 
         Raises:
             ValueError: The request does not fit; nothing was written.
-            TypeError: An operand is of the wrong type; nothing was written.
+            TypeError: A number, or the list of block ids, is none; nothing was written.
             RuntimeError: The transfer failed; what was written so far is to be thrown away.
         """
         del device

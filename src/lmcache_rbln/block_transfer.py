@@ -158,6 +158,7 @@ class _Route(ABC):
     ) -> None:
         self._dtype = paged.dtype
         self._layers = paged.layers
+        self._chunks = chunks
         self._on_device = on_device
 
     @abstractmethod
@@ -199,7 +200,6 @@ class _HndRoute(_Route):
         self._num_heads = paged.num_heads
         self._row = np.dtype((np.void, paged.head_size * paged.dtype.itemsize))
         self._head_size = paged.head_size
-        self._chunks = chunks
         self._chunk_rows: dict[int, _Rows] = {}
         self._on_host = on_host
         self.step_nbytes = min(on_host.nbytes, on_device.nbytes if on_device else on_host.nbytes)
@@ -285,7 +285,6 @@ class _MlaRoute(_Route):
     ) -> None:
         super().__init__(paged, chunks, on_device)
         self._width = paged.token_width
-        self._chunks = chunks
         self.step_nbytes = on_device.nbytes if on_device else _MLA_STEP
 
     def gather(self, step: Step) -> None:
@@ -420,16 +419,15 @@ def _share_out(
             work()
 
     invitations = helpers.ask(help_out, len(steps) - 1)
+    errors: list[BaseException | None] = []
     try:
         work()
-    except BaseException:
-        for invitation in invitations:
-            if not invitation.cancel():
-                invitation.exception()  # this thread's own error is the one to raise
-        raise
-    for invitation in invitations:
-        if not invitation.cancel():
-            invitation.result()
+    finally:
+        # All of them, whatever the first one says: nobody may touch the chunks any more.
+        errors += [each.exception() for each in invitations if not each.cancel()]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 class _Shared:

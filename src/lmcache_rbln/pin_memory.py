@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from lmcache.logging import init_logger
 from lmcache.v1.platform.base.pin_memory import PinMemoryBackend
 
 from lmcache_rbln import block_transfer
+from lmcache_rbln._switch import is_on
+from lmcache_rbln.host_memory import MADV_POPULATE_WRITE, may_lock
 
 PREFAULT_VARIABLE = "LMCACHE_RBLN_PREFAULT"
 
@@ -37,8 +38,6 @@ _PATIENCE_S = 0.1
 
 #: Memory, in bytes, that must stay available on the host.
 _RESERVE = 2 << 30
-
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; writes nothing, so other processes' data is safe
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,9 +71,6 @@ class RblnPinMemoryBackend(PinMemoryBackend):  # type: ignore[misc]  # LMCache s
         Returns:
             Whether the RBLN runtime registered it. Where it did not, LMCache warns that copies will
             be synchronous, as they are meant to be; the rest is done in the background.
-
-        Raises:
-            ValueError: ``LMCACHE_RBLN_PREFAULT`` is neither 0 nor 1.
         """
         del flags
         why_not = _register(ptr, size)
@@ -123,12 +119,12 @@ class RblnPinMemoryBackend(PinMemoryBackend):  # type: ignore[misc]  # LMCache s
 
     def _start_prefault(self, ptr: int, size: int) -> str:
         """Start faulting in; says what is done, or why nothing is."""
-        if not _prefault_wanted():
+        if not is_on(PREFAULT_VARIABLE):
             return f"its pages are left alone ({PREFAULT_VARIABLE}=0)"
         file = _mapped_file(ptr, size)
         if file is None:
             return "its pages are left alone (it is not one mapping of one file)"
-        lock, why_not = _may_lock(size)
+        lock, why_not = may_lock(size)
         with self._lock:
             # LMCache unpins only what was pinned: pools that went away are known by themselves.
             self._prefaults = {at: one for at, one in self._prefaults.items() if one.is_there()}
@@ -219,7 +215,7 @@ class Prefault:
         if available < size + _RESERVE:
             return f"the host has {_gib(available)} of memory left"
         where = ctypes.c_void_p(address), ctypes.c_size_t(size)
-        if _libc.madvise(*where, _MADV_POPULATE_WRITE):
+        if _libc.madvise(*where, MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             if code == errno.EINVAL:
                 return "this kernel has no MADV_POPULATE_WRITE (Linux 5.14 has)"
@@ -232,16 +228,6 @@ class Prefault:
             else:
                 self._locked = address + size - self._ptr
         return ""
-
-
-def _prefault_wanted() -> bool:
-    text = os.environ.get(PREFAULT_VARIABLE, "").strip()
-    if text not in ("", "0", "1"):
-        raise ValueError(
-            f"{PREFAULT_VARIABLE}={text!r} is unknown; expected 1 (fault in the server's shared "
-            "memory ahead of stores, the default) or 0"
-        )
-    return text != "0"
 
 
 def _register_function() -> Callable[[int, int], Any] | None:
@@ -288,14 +274,6 @@ def _mapped_file(ptr: int, size: int) -> _File | None:
                 if reached >= ptr + size:
                     return found
     return None
-
-
-def _may_lock(size: int) -> tuple[bool, str]:
-    """Whether so much memory may be locked, and why not."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or size <= limit or os.geteuid() == 0:
-        return True, ""
-    return False, f"ulimit -l is {limit >> 10} KiB"
 
 
 def _available_memory() -> int:

@@ -19,6 +19,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -88,6 +89,7 @@ class Buffers:
         self._allocate = allocate
         self._made = 0
         self._free: list[Buffer] = []
+        self._aside: deque[Buffer] = deque(maxlen=count)
         self._returned = threading.Condition()
         self._last_return = 0.0
 
@@ -102,8 +104,10 @@ class Buffers:
         try:
             yield buffer
         except BaseException:
-            # A copy that failed may not have ended: its buffer is nobody's from here on.
+            # A copy that failed may still write: its buffer stays, used by nobody, until no
+            # transfer has run for a while. Of many such, the last ones.
             with self._returned:
+                self._aside.append(buffer)
                 self._made -= 1
                 self._returned.notify_all()
             raise
@@ -128,6 +132,7 @@ class Buffers:
             if time.monotonic() - self._last_return >= idle_s:
                 self._made -= len(self._free)
                 self._free.clear()
+                self._aside.clear()
             return not self._made
 
     def _take(self) -> Buffer:

@@ -145,7 +145,9 @@ def _prometheus(name: str, unit: str, description: str) -> _Sink | None:
     del unit
     if _PROMETHEUS_FOLDER not in os.environ:
         return None
-    from prometheus_client import Counter
-
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return None
     counter = Counter(f"lmcache_rbln_transfer_{name}", description, ["direction"])
     return lambda amount, direction: counter.labels(direction=direction).inc(amount)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 
 from lmcache_rbln import simulator
-from lmcache_rbln.cli import demo
+from lmcache_rbln.cli import _devices
 from lmcache_rbln.cli._known_kv import Geometry
 from lmcache_rbln.cli._worker_process import WorkerProcess
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
@@ -24,7 +24,7 @@ from tests.e2e.e2e_workers import CHUNK, TRANSPORTS, Worker
 def environments() -> tuple[dict[str, str], dict[str, str]]:
     """Environments of two worker processes, each with a simulated NPU of its own."""
     base = simulator.environment(npus=2, host=simulator.unique_host())
-    return demo._worker_environments(base, 2)
+    return _devices.worker_environments(base, 2)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_rbln import simulator
-from lmcache_rbln.cli import demo
+from lmcache_rbln.cli import _devices, demo
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
 
 
@@ -25,7 +25,9 @@ def quick(monkeypatch, environments) -> None:
     """The demo with small caches, on NPUs that no other worker holds."""
     base = simulator.environment(environments[0], npus=2, host=simulator.unique_host())
     del base["RBLN_DEVICES"]
-    devices = demo.Devices("simulated NPU", "a test", demo._worker_environments(base, 2), base)
+    devices = _devices.Devices(
+        "simulated NPU", "a test", _devices.worker_environments(base, 2), base
+    )
     monkeypatch.setattr(demo, "find_devices", lambda: devices)
     small = {
         name: dataclasses.replace(geometry, layers=2) for name, geometry in demo._GEOMETRIES.items()

@@ -54,7 +54,7 @@ def test_a_server_that_cannot_start_says_why(environments, tmp_path):
     assert "--no-such-option" in (tmp_path / "log").read_text()
 
 
-def test_an_unreachable_server_is_named(servers):
+def test_an_unreachable_server_is_named():
     with pytest.raises(ServerUnreachable, match=r"tcp://127\.0\.0\.1:9 .*get_chunk_size.* 0.5 s"):
         WorkerClient("tcp://127.0.0.1:9", model_name="m", timeout=0.5)
 

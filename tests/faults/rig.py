@@ -17,6 +17,11 @@ CHUNK = 64
 BLOCK = 16
 PER_CHUNK = CHUNK // BLOCK
 
+#: A content of a few chunks, and where a test puts it: stored from BLOCKS, retrieved to INTO.
+CHUNKS = 3
+BLOCKS = list(range(CHUNKS * PER_CHUNK))
+INTO = list(range(23, 23 - len(BLOCKS), -1))
+
 _requests = itertools.count()
 
 
@@ -130,21 +135,34 @@ class L1:
     used: int
 
 
-def l1(server: LMCacheServer) -> L1:
-    """What the server's status page says of its pool."""
+def status(server: LMCacheServer) -> dict[str, Any]:
+    """The server's status page."""
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=10)
     try:
         connection.request("GET", "/status")
-        status = _find(json.loads(connection.getresponse().read()))
+        page: dict[str, Any] = json.loads(connection.getresponse().read())
     finally:
         connection.close()
-    assert status is not None
+    return page
+
+
+def l1(server: LMCacheServer) -> L1:
+    """What the server's status page says of its pool."""
+    pool = _find(status(server))
+    assert pool is not None
     return L1(
-        status["total_object_count"],
-        status["write_locked_count"],
-        status["read_locked_count"],
-        status["memory_used_bytes"],
+        pool["total_object_count"],
+        pool["write_locked_count"],
+        pool["read_locked_count"],
+        pool["memory_used_bytes"],
     )
+
+
+def expect_exact(reader: Peer, content: int = 1) -> None:
+    """A content that was stored is retrieved into a wiped cache, every byte of it."""
+    reader.write(0, [])
+    assert reader.retrieve(content, INTO, chunks=CHUNKS) is True
+    assert reader.difference(content, INTO) == ""
 
 
 def _find(page: Any) -> dict[str, Any] | None:

@@ -14,19 +14,13 @@ import pytest
 
 from lmcache_rbln import simulator
 from lmcache_rbln.cli._worker_process import WorkerProcess
-from tests.faults.rig import PER_CHUNK, small, token_ids
-
-CHUNKS = 3
-BLOCKS = list(range(CHUNKS * PER_CHUNK))
-INTO = list(range(23, 23 - len(BLOCKS), -1))
+from tests.faults.rig import BLOCKS, CHUNKS, INTO, expect_exact, small, token_ids
 
 
 def exact(writer, reader, content):
     writer.write(content, BLOCKS)
     assert writer.store(content, BLOCKS, chunks=CHUNKS) is True
-    reader.write(0, [])
-    assert reader.retrieve(content, INTO, chunks=CHUNKS) is True
-    assert reader.difference(content, INTO) == ""
+    expect_exact(reader, content)
 
 
 def test_server_killed_and_restarted_with_live_views(start, peer):

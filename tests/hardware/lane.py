@@ -118,7 +118,8 @@ def doctor(step: Step, folder: Path) -> Step:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        # Doctor ends by itself, after its probe's 300 s at the latest.
+        timeout=900,
         check=False,
     )
     try:

@@ -66,6 +66,8 @@ def test_bad_arguments(
         (["--mla-width", "64", "--heads", "2"], "MLA has neither --heads nor --head-size"),
         (["--model", "kimi-k2", "--heads", "2"], "expected --mla-width"),
         (["--json", "/no/such/folder/x.json"], "there is no folder"),
+        (["--accept", "--link-gbps", "9", "--mib", "8"], "--mib, --link-gbps: without effect"),
+        (["--end-to-end", "--peer", "--model", "kimi-k2"], "--model, --peer: without effect"),
         (["--mib", "100000"], "MiB a transfer; expected at most 131072 blocks and 2048 MiB"),
         (["--block-size", "1000000000"], "change --mib, --block-size or --blocks-per-chunk"),
         (["--block-size", "1", "--layers", "1", "--head-size", "1"], "blocks-first, block 1, 256"),

@@ -316,6 +316,31 @@ def test_an_error_of_the_helper_reaches_the_caller() -> None:
         )
 
 
+def test_an_error_of_one_helper_waits_for_the_other() -> None:
+    """Once the caller knows of it, nothing writes to the chunks any more."""
+    both = threading.Barrier(3)
+    let_go = threading.Event()
+    caller = threading.get_ident()
+    late: list[str] = []
+    taken = threading.Lock()
+
+    def move(step: object) -> None:
+        both.wait(10)
+        if threading.get_ident() == caller:
+            return
+        if taken.acquire(blocking=False):
+            raise RuntimeError("one helper's copy failed")
+        assert let_go.wait(10)
+        late.append("written")
+
+    threading.Timer(0.2, let_go.set).start()
+    with pytest.raises(RuntimeError, match="one helper's copy failed"):
+        block_transfer._share_out(
+            range(3), move, torch.device("rbln", 0), block_transfer._shared().helpers
+        )
+    assert late == ["written"]
+
+
 def test_an_error_stops_the_others() -> None:
     helper_runs = threading.Event()
     caller = threading.get_ident()

@@ -460,8 +460,19 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
     assert _doctor_server.parse_address(text, 5555) == expected
 
 
-@pytest.mark.parametrize("page", ["[]", "{}", "nonsense", '{"mp": {"port": 7}}'])
-def test_pages_that_are_not_this_servers(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        "[]",
+        "{}",
+        "nonsense",
+        '{"mp": {"port": 7}}',
+        '{"mp": null}',
+        '{"mp": {"chunk_size": "many"}}',
+        '{"storage_manager": {"l1_manager_config": {"memory_config": 3}}}',
+    ],
+)
+def test_pages_that_are_not_this_servers(page: str) -> None:
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -604,8 +615,12 @@ def test_lazy_l1_is_not_shared() -> None:
 def test_memlock(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
-    monkeypatch.setattr(_doctor_host, "_may_lock_beyond", lambda: False)
+    from lmcache_rbln import host_memory
+
+    monkeypatch.setattr(host_memory, "_has_capability", lambda _: False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
+    assert host_memory.may_lock(2**30) == (False, "ulimit -l is 8192 KiB")
+    assert host_memory.may_lock(2**22) == (True, "")
     check = _doctor_host.memlock(2**30)
     assert check.status is Status.WARNING
     assert "at most 8 MiB" in check.found

@@ -122,14 +122,6 @@ def test_switched_off(
     assert pool.committed() == 0
 
 
-def test_a_setting_that_is_none(
-    backend: pin_memory.RblnPinMemoryBackend, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(pin_memory.PREFAULT_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="LMCACHE_RBLN_PREFAULT='yes' is unknown; expected 1"):
-        backend.pin_memory(pool.address, pool.size)
-
-
 def test_stops_when_unpinned(backend: pin_memory.RblnPinMemoryBackend) -> None:
     large = Pool(1024 * MIB)
     backend.pin_memory(large.address, large.size)

@@ -56,6 +56,10 @@ def test_a_buffer_in_a_failed_step_is_not_used_again() -> None:
         raise RuntimeError("the copy failed")
     with buffers.lease() as buffer:
         assert buffer is not failed
+    # What still writes to it writes to memory that nobody else has.
+    assert list(buffers._aside) == [failed]
+    assert buffers.release_unused(0)
+    assert not buffers._aside
 
 
 def test_released_when_unused() -> None:

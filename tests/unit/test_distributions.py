@@ -208,6 +208,8 @@ class TestEverywhereTheSame:
                     assert command in page, "docs/hardware-validation.md says it otherwise"
                 elif not command.startswith("gh release create"):
                     assert command == "pip install nox", f"{path.name}: {command}"
+            if re.search(r"nox -s (?!hardware)", text):
+                assert "PIP_EXTRA_INDEX_URL: ${{ vars.PYTORCH_CPU_INDEX }}" in text, path.name
         lanes = {"stub", "simulator", "engine", "vllm", "faults", "next", "hardware"}
         assert ran >= lanes | {"lint", "docs", "build", "release_notes"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_rbln.cli import _doctor_host
+from lmcache_rbln.cli import _doctor_host, _doctor_server
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lmcache_rbln"
@@ -70,6 +70,27 @@ def test_every_touch_of_lmcache_is_in_the_architecture() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     touches = {path.name for path in (SOURCE / "lmcache_compat").glob("*.py")} - {"__init__.py"}
     assert {name for name in touches if f"`{name}`" not in text} == set()
+
+
+def server_commands() -> Iterator[tuple[str, str]]:
+    """Every command that starts a server, and where it stands; of doctor, its advice."""
+    for path in DOCUMENTS:
+        text = re.sub(r"\s*\\\n\s*", " ", path.read_text())
+        yield from ((path.name, line) for line in re.findall(r".*lmcache server --(?!help).*", text))
+    server = _doctor_server.look("tcp://127.0.0.1:9", "")
+    (check,) = _doctor_server.checks(server, {}, None)
+    yield "doctor", check.next_step
+
+
+def test_every_servers_command_has_what_it_needs() -> None:
+    commands = list(server_commands())
+    assert {"README.md", "vllm.md", "containers.md", "scale-out.md", "doctor"} <= {
+        name for name, _ in commands
+    }
+    for name, command in commands:
+        # Without the second LMCache 0.5.4 to 0.5.6 do not start.
+        for flag in ("--chunk-size", "--eviction-policy", "--supported-transfer-mode"):
+            assert flag in command, f"{name}: {command}"
 
 
 def headings(path: Path) -> set[str]:

@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lmcache_rbln"
 DOCUMENT = ROOT / "docs" / "troubleshooting.md"
 
-#: Raised by Python's own rules, to end the process, or for argparse, which says what is wrong itself.
+#: Raised by Python's own rules, to end the process, for argparse, which says what is wrong itself, or
+#: for a touch of LMCache, which warns in words of its own and steps aside.
 NOT_FOR_USERS = {
+    "ChangedError",
     "ArgumentTypeError",
     "AssertionError",
     "AttributeError",

@@ -97,3 +97,8 @@ def test_two_stores_are_one(first: bool, second: bool) -> None:
     assert list(stores.keys()) == ["r"]
     stores.clear()
     assert not stores
+
+
+def test_a_changed_adapter_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="changed: object has no store_futures, transfer_ctx"):
+        compat.require_adapter(object())

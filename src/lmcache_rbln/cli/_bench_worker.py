@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_rbln.cli._bench_measure import Setup, seconds
 from lmcache_rbln.cli._bench_models import Row
+from lmcache_rbln.lmcache_compat import selected
 from lmcache_rbln.lmcache_compat.worker import StoreMode, Transport, WorkerClient
 
 
@@ -91,9 +92,6 @@ def _retrieve(client: WorkerClient, setup: Setup, text: list[int]) -> float:
 
 def _prefaulted() -> float | None:
     """Seconds from here until the server's pool is faulted in; None if nobody does that."""
-    from lmcache.v1.platform import current_device_spec
-
-    spec = current_device_spec() if callable(current_device_spec) else current_device_spec
     start = time.monotonic()
-    done = spec._get_pin_backend().wait(timeout=120)
+    done = selected.pin_backend().wait(timeout=120)
     return time.monotonic() - start if done else None

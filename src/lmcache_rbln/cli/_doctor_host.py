@@ -11,7 +11,6 @@ import datetime
 import importlib.util
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import importlib_metadata
 
-from lmcache_rbln import npu
+from lmcache_rbln import host_memory, npu
 from lmcache_rbln.cli import _npu_holders
 from lmcache_rbln.cli._doctor_report import Check, failed, ok, warning
 from lmcache_rbln.integration.vllm import settings
@@ -579,8 +578,8 @@ def _defines(path: Path, class_name: str) -> bool:
 def memlock(pool: int | None) -> Check:
     """The limit of locked memory, against the server's pool where that is known."""
     name = "locked memory"
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or (os.geteuid() == 0 and _may_lock_beyond()):
+    limit = host_memory.lock_limit()
+    if limit is None:
         return ok(name, "no limit")
     found = f"at most {limit / 2**20:.0f} MiB"
     if pool is not None and limit >= pool:
@@ -591,10 +590,3 @@ def memlock(pool: int | None) -> Check:
         "raise it for engine and server: ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), "
         "--ulimit memlock=-1 (docker)",
     )
-
-
-def _may_lock_beyond() -> bool:
-    """Whether this process has CAP_IPC_LOCK, which no limit binds."""
-    status = Path("/proc/self/status").read_text()
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return bool(match and int(match[1], 16) & (1 << 14))

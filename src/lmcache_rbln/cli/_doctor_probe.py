@@ -125,15 +125,13 @@ def _lmcache() -> dict[str, Any]:
 
     import lmcache
 
-    platform: Any = importlib.import_module("lmcache.v1.platform")
-    spec = platform.current_device_spec
     # The table of detectors: importing it is what installs ours.
     importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.registry")
-    from lmcache_rbln.lmcache_compat import blocks_first, takeover
+    from lmcache_rbln.lmcache_compat import blocks_first, selected, takeover
 
     return {
-        "spec": f"{type(spec).__module__}.{type(spec).__qualname__}",
-        "backend": spec.backend_name,
+        "spec": selected.name(),
+        "backend": selected.spec().backend_name,
         "device": lmcache.torch_device_type,
         "taken_over": takeover.taken_over(),
         "blocks_first": blocks_first.is_installed() or blocks_first.is_native(),

@@ -13,12 +13,16 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lmcache_rbln.cli._doctor_host import Facts, installed
 from lmcache_rbln.cli._doctor_report import Check, failed, ok, warning
 from lmcache_rbln.lmcache_compat import guard_protocol
+from lmcache_rbln.lmcache_compat.server_process import (
+    SHARED_MEMORY_FLAGS,
+    SHM_FOLDER,
+    SHM_PREFIX,
+)
 
 #: LMCache's default ports (0.5.4 to 0.5.6).
 DEFAULT_PORT = 5555
@@ -30,10 +34,6 @@ USUAL_BLOCK_SIZES = (1024, 2048, 4096, 8192)
 #: Seconds to connect, and to be answered: a busy server may take its time.
 _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
-_SHM = Path("/dev/shm")
-#: LMCache puts this before names of pools that do not begin with it (0.5.4 to 0.5.6).
-_SHM_PREFIX = "lmcache_l1_pool_"
-_SHARED_MEMORY_FLAGS = "--shm-name lmcache_kv --no-l1-use-lazy"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Server:
     Attributes:
         host: where engines reach it.
         port: its port for engines.
-        http_port: its HTTP port.
+        http_host: where its HTTP pages are.
+        http_port: their port.
         unreachable: why nothing accepts connections at the port for engines; "" if something does.
         pages_missing: why the HTTP pages cannot be read; "" if they can.
         unknown_host: whether it is unreachable because its host's name has no address.
@@ -139,6 +140,7 @@ def look(server: str, http_address: str) -> Server:
     try:
         for page, kind in (("config", dict), ("status", dict), ("lmc_version", str)):
             pages[page] = _page(http_host, http_port, page, kind)
+        _check_config(pages["config"])
         # The default port may be another server's.
         theirs = pages["config"].get("mp", {}).get("port")
         if port and theirs and theirs != port:
@@ -180,6 +182,30 @@ def _page(host: str, port: int, name: str, kind: type) -> Any:
     if not isinstance(page, kind):
         raise ValueError(f"the page /{name} is not LMCache's")
     return page
+
+
+def _check_config(page: Mapping[str, Any]) -> None:
+    """What is read of ``/config`` is of the type that LMCache gives it, or missing.
+
+    Raises:
+        ValueError: It is not.
+    """
+    manager = page.get("storage_manager", {})
+    parts = [page.get("mp", {}), manager]
+    if isinstance(manager, dict):
+        parts.append(limits := manager.get("l1_manager_config", {}))
+        if isinstance(limits, dict):
+            parts.append(limits.get("memory_config", {}))
+    numbers = [
+        part.get(key)
+        for part in parts
+        if isinstance(part, dict)
+        for key in ("port", "chunk_size", "size_in_bytes")
+    ]
+    if not all(isinstance(part, dict) for part in parts) or not all(
+        isinstance(number, int | None) for number in numbers
+    ):
+        raise ValueError("the page /config is not LMCache's")
 
 
 def _connect(host: str, port: int) -> tuple[str, bool]:
@@ -235,7 +261,7 @@ def _reachable(server: Server, asked: Mapping[str, Any]) -> Check:
             f"nothing answers at {server.url}: {server.unreachable}",
             f"start it there: LMCACHE_TRACK_USAGE=false lmcache server --host {server.host} --port "
             f"{server.port} --chunk-size 1024 --supported-transfer-mode engine_driven --l1-size-gb "
-            f"20 {_SHARED_MEMORY_FLAGS}; it needs some 20 s to come up",
+            f"20 --eviction-policy LRU {SHARED_MEMORY_FLAGS}; it needs some 20 s to come up",
         )
     if "error" in asked and server.pages_missing:
         return failed(
@@ -335,7 +361,7 @@ def _transport(server: Server) -> Check:
     if server.mode == "lmcache_driven":
         return ok(name, "not looked at: the transfer mode is the other one")
     if memory.get("shm_name") and not memory.get("use_lazy") and not memory.get("devdax_path"):
-        segment = _SHM / _segment(str(memory["shm_name"]))
+        segment = SHM_FOLDER / _segment(str(memory["shm_name"]))
         if not segment.exists():
             return failed(
                 name,
@@ -358,14 +384,14 @@ def _transport(server: Server) -> Check:
     return warning(
         name,
         f"pickle ({reason}): 10 to 50 times slower than shared memory",
-        f"restart the server with {_SHARED_MEMORY_FLAGS}"
+        f"restart the server with {SHARED_MEMORY_FLAGS}"
         + ("" if server.is_local else ", on the host of the engine"),
     )
 
 
 def _segment(name: str) -> str:
     bare = name.lstrip("/")
-    return bare if bare.startswith(_SHM_PREFIX) else f"{_SHM_PREFIX}{bare}"
+    return bare if bare.startswith(SHM_PREFIX) else f"{SHM_PREFIX}{bare}"
 
 
 def _pool(server: Server) -> Check:
@@ -376,7 +402,7 @@ def _pool(server: Server) -> Check:
     if not server.is_local:
         return ok(name, f"L1 {_size(pool)}; the server is on another host")
     try:
-        usage = shutil.disk_usage(_SHM)
+        usage = shutil.disk_usage(SHM_FOLDER)
     except OSError as exc:
         return failed(name, f"/dev/shm cannot be looked at: {exc}", "mount a tmpfs on /dev/shm")
     found = f"L1 {_size(pool)}, /dev/shm {_size(usage.total)} of which {_size(usage.free)} free"

@@ -45,14 +45,13 @@ class Worker:
         """Load torch and LMCache, which takes seconds."""
         import lmcache
         import torch
-        from lmcache.v1.platform import current_device_spec
 
-        spec = current_device_spec
-        kind = type(spec() if callable(spec) else spec)
+        from lmcache_rbln.lmcache_compat import selected
+
         return {
             "lmcache": lmcache.__version__,
             "torch": torch.__version__,
-            "backend": f"{kind.__module__}.{kind.__qualname__}",
+            "backend": selected.name(),
         }
 
     def connect(

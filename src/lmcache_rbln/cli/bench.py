@@ -26,7 +26,8 @@ from rich.table import Table
 from lmcache_rbln import simulator
 from lmcache_rbln.cli import _bench_peer, _bench_plot
 from lmcache_rbln.cli._bench_models import MODELS, Model, Row, row_of
-from lmcache_rbln.cli.demo import find_devices, unwritable
+from lmcache_rbln.cli._devices import find_devices
+from lmcache_rbln.cli._files import unwritable
 from lmcache_rbln.lmcache_compat.server_process import (
     LMCacheServer,
     ServerFailed,
@@ -179,7 +180,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     output.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="draw bandwidth by block size; needs matplotlib")  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
@@ -207,6 +208,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and not _bench_plot.available():
         console.print("--plot needs matplotlib: pip install matplotlib", markup=False)
         return 2
+    if ignored := _without_effect(args):
+        console.print(
+            f"{', '.join(ignored)}: without effect where --accept or --end-to-end fixes what is "
+            "measured; leave them out",
+            markup=False,
+        )
+        return 2
     try:
         rows = _rows(args)
     except ValueError as error:
@@ -233,13 +241,14 @@ def _run(args: argparse.Namespace, rows: Sequence[Row], console: Console) -> int
     )
     if args.accept and not bench.simulated:
         raise BenchFailed("--accept is about the simulated link; on an NPU, measure without it")
-    _say_what_is_measured(bench, args.link_gbps if not args.accept else _LINK_GBPS)
+    _say_what_is_measured(bench, args.link_gbps)
     failures: list[str] = []
     report: dict[str, Any] = {"simulated": bench.simulated}
     if args.accept:
         report["accept"] = _accept(bench, failures)
     if args.end_to_end or args.accept:
-        report["end_to_end"] = _end_to_end(bench, failures if args.accept else [])
+        failed: list[str] = failures if args.accept else []
+        report["end_to_end"] = _end_to_end(bench, args.link_gbps, failed)
     else:
         report |= _measure(bench, rows, args.samples, args.link_gbps, "measuring")
         console.print(_table(report["results"], report["link_gbps"]))
@@ -253,6 +262,22 @@ def _run(args: argparse.Namespace, rows: Sequence[Row], console: Console) -> int
     if args.accept and not failures:
         console.print("✓ everything holds", style="green")
     return 1 if failures else 0
+
+
+def _without_effect(args: argparse.Namespace) -> list[str]:
+    """Options that were given, and that the kind of measurement does not heed."""
+    if not (args.accept or args.end_to_end):
+        return []
+    unheeded = [
+        *("model", "tensor_parallel", "layers", "heads", "head_size", "mla_width", "layout"),
+        *("block_size", "blocks_per_chunk", "scattered", "dtype", "mib", "samples", "plot"),
+        "link_gbps" if args.accept else "peer",
+    ]
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in unheeded
+        if getattr(args, name) != args.parser.get_default(name)
+    ]
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
@@ -525,10 +550,10 @@ _SERVERS = (
 )
 
 
-def _end_to_end(bench: Bench, failures: list[str]) -> dict[str, Any]:
+def _end_to_end(bench: Bench, link_gbps: float, failures: list[str]) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     for name, shared, hook in _SERVERS:
-        environment = bench.on_link(_LINK_GBPS)
+        environment = bench.on_link(link_gbps)
         environment["LMCACHE_RBLN_PREFAULT"] = "1" if hook else "0"
         bar = _Bar(bench.console, f"{name}: starting a server", None)
         row = _END_TO_END_ROW

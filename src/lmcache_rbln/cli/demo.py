@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_rbln import __version__, simulator
+from lmcache_rbln.cli._devices import Devices, find_devices
+from lmcache_rbln.cli._files import unwritable
 from lmcache_rbln.cli._known_kv import Geometry
 from lmcache_rbln.cli._worker_process import WorkerFailed, WorkerProcess
 from lmcache_rbln.lmcache_compat.server_process import (
@@ -48,9 +47,6 @@ _GEOMETRIES = {
     "MLA": Geometry("mla", 27, _CACHE_BLOCKS, 1, _BLOCK_SIZE, 576),
 }
 _POOL_GB = 0.5
-_SIMULATED_NPUS = 2
-#: By which an environment selects among its NPUs.
-_SELECTION = ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES")
 #: What one layout consists of, for the progress bar.
 _STEPS = ("write", "store", "look up", "retrieve", "compare")
 
@@ -85,28 +81,6 @@ class LayoutResult:
         return self.error or "exact"
 
 
-@dataclass(frozen=True)
-class Devices:
-    """What the workers run on.
-
-    Attributes:
-        name: "NPU" or "simulated NPU".
-        why: why it is simulated; "" on an NPU.
-        environments: of each worker; two workers with the same one cannot run at a time.
-        server_environment: of the server, which opens no NPU.
-    """
-
-    name: str
-    why: str
-    environments: tuple[dict[str, str], dict[str, str]]
-    server_environment: dict[str, str]
-
-    @property
-    def shared(self) -> bool:
-        """Whether both workers need the same NPU, which only one process can hold at a time."""
-        return self.environments[0] == self.environments[1]
-
-
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``lmcache-rbln``."""
     parser = subparsers.add_parser(
@@ -123,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Returns:
-        0 if every byte of every layout was as it must be, else 1.
+        0 if every byte of every layout was as it must be, else 1; 2 for unusable arguments, 130
+        after Ctrl-C.
     """
     console = Console()
     if args.json and (problem := unwritable(args.json)):
@@ -164,74 +139,6 @@ def run(args: argparse.Namespace) -> int:
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if exact else 1
-
-
-def unwritable(path: Path) -> str:
-    """Why a report cannot be written there; "" if nothing speaks against it."""
-    if path.is_dir():
-        return f"{path} is a folder, expected a file"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return ""
-
-
-def find_devices() -> Devices:
-    """Real NPUs if there are any, else simulated ones.
-
-    Raises:
-        SimulatorError: there is no NPU and the simulated one cannot be built.
-        ValueError: there is no NPU and the environment has a setting of the simulated one that
-            means nothing.
-    """
-    base = dict(os.environ)
-    seen = _ask_for_npu(base)
-    if seen["available"]:
-        name, why = "NPU", ""
-        if seen["simulated"]:
-            name, why = "simulated NPU", "the one that this command was started with"
-        return Devices(name, why, _worker_environments(base, int(seen["count"])), base)
-    # What selects among the NPUs that are not there says nothing of the simulated ones.
-    for variable in _SELECTION:
-        base.pop(variable, None)
-    base = simulator.environment(base, npus=_SIMULATED_NPUS, host=simulator.unique_host())
-    environments = _worker_environments(base, _SIMULATED_NPUS)
-    return Devices("simulated NPU", str(seen["reason"]), environments, base)
-
-
-def _ask_for_npu(environment: dict[str, str]) -> dict[str, Any]:
-    # In a process of its own: where the runtime library is missing, torch cannot be imported.
-    code = (
-        "import dataclasses, json, sys\n"
-        "from lmcache_rbln import npu, simulator\n"
-        "seen = dataclasses.asdict(npu.status())\n"
-        "seen['simulated'] = seen['available'] and simulator.is_active()\n"
-        "print(json.dumps(seen))\n"
-    )
-    asked = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    try:
-        seen: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        reason = f"asking for an NPU ended with exit code {asked.returncode}"
-        return {"available": False, "simulated": False, "count": 0, "reason": reason}
-    return seen
-
-
-def _worker_environments(base: dict[str, str], count: int) -> tuple[dict[str, str], dict[str, str]]:
-    """An NPU for each of two workers, or the same for both where there is only one."""
-    joined = "RBLN_NPUS_PER_DEVICE" in base or "RBLN_DEVICE_MAP" in base
-    if count < 2 or joined:
-        return base, base
-    # The narrower of the two selections is narrowed further.
-    variable = "RBLN_DEVICES"
-    if "RBLN_DEVICES" not in base and "RBLN_VISIBLE_DEVICES" in base:
-        variable = "RBLN_VISIBLE_DEVICES"
-    chosen = [one.strip() for one in base.get(variable, "").split(",") if one.strip()]
-    chosen = chosen or [str(index) for index in range(count)]
-    if len(chosen) < 2:
-        return base, base
-    return {**base, variable: chosen[0]}, {**base, variable: chosen[1]}
 
 
 def _layouts(devices: Devices, console: Console, about: dict[str, str]) -> Iterator[LayoutResult]:

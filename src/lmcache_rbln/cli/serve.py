@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from lmcache_rbln.cli._tiny_model import MAX_LENGTH, VOCABULARY
 from lmcache_rbln.lmcache_compat.server_process import (
     LMCacheServer,
     ServerFailed,
+    free_ports,
     terminate_as_exit,
 )
 from lmcache_rbln.simulator import engine
@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         ServerFailed,
         simulator.SimulatorError,
         engine.RealCompilerInstalledError,
+        ValueError,  # of a setting of the simulated NPU
     ) as error:
         console.print(f"lmcache-rbln serve: {error}", markup=False, style="red")
         return 1
@@ -121,7 +122,7 @@ def _serve(folder: Path, console: Console) -> list[tuple[int, Answer, Answer]]:
         with console.status("starting lmcache server"):
             stack.enter_context(server)
         console.print(f"lmcache server listens at {server.url}")
-        port = _free_port()
+        (port,) = free_ports(1)
         with console.status("starting vllm serve (half a minute or more)"):
             stack.enter_context(_vllm_serve(vllm, folder, port, server, variables))
         console.print(f"vllm serve listens at http://127.0.0.1:{port}")
@@ -238,12 +239,6 @@ def _tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def _answers(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
@@ -300,7 +295,7 @@ def _ask(port: int, prompt: Sequence[int]) -> Answer:
             if event.get("usage"):
                 details = event["usage"].get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens") or 0
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise ServeFailed(f"vllm serve did not answer a prompt: {error!r}") from error
     finally:
         connection.close()
@@ -330,11 +325,11 @@ def _stored(server: LMCacheServer) -> int:
     try:
         connection.request("GET", "/status")
         memory = json.loads(connection.getresponse().read())["storage_manager"]["l1_manager"]
-    except (OSError, http.client.HTTPException) as error:
+        return int(memory["total_object_count"] - memory["write_locked_count"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise ServeFailed(f"lmcache server does not tell its status: {error!r}") from error
     finally:
         connection.close()
-    return int(memory["total_object_count"] - memory["write_locked_count"])
 
 
 def _expected_hits(length: int) -> int:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         Its exit code, or 128 plus the number of the signal that ended it; 2 when the simulated NPU
-        cannot be set up, 127 when COMMAND is not found.
+        cannot be set up, 126 when COMMAND cannot be run, 127 when it is not found.
     """
     command: list[str] = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
@@ -77,14 +77,18 @@ def run(args: argparse.Namespace) -> int:
         return 127
     if trace := variables.get(_TRACE):
         variables[_TRACE] = os.path.abspath(trace)  # COMMAND may change its folder
-    if not args.report:
-        sys.stdout.flush()
-        os.execve(program, command, variables)
-    if trace:
-        return _run_and_report(program, command, variables)
-    with tempfile.TemporaryDirectory(prefix="lmcache-rbln-") as folder:
-        variables[_TRACE] = str(Path(folder) / "trace.jsonl")
-        return _run_and_report(program, command, variables)
+    try:
+        if not args.report:
+            sys.stdout.flush()
+            os.execve(program, command, variables)
+        if trace:
+            return _run_and_report(program, command, variables)
+        with tempfile.TemporaryDirectory(prefix="lmcache-rbln-") as folder:
+            variables[_TRACE] = str(Path(folder) / "trace.jsonl")
+            return _run_and_report(program, command, variables)
+    except OSError as error:
+        print(f"lmcache-rbln simulate: {program} cannot be run: {error.strerror}", file=sys.stderr)
+        return 126
 
 
 def _run_and_report(program: str, command: list[str], variables: dict[str, str]) -> int:

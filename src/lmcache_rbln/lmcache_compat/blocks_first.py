@@ -22,7 +22,8 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln._log import logger_of
-from lmcache_rbln.lmcache_compat.relied_on import _ChangedError, has_module, require_exactly
+from lmcache_rbln.lmcache_compat import selected
+from lmcache_rbln.lmcache_compat.relied_on import ChangedError, has_module, require_exactly
 
 _logger = logger_of("blocks_first")
 
@@ -77,7 +78,7 @@ def _install(registry: ModuleType) -> None:
         _replace(registry, EngineType.VLLM)
     except KeyError as exc:
         _step_aside(f"DETECTORS has no {exc}")
-    except (_ChangedError, AttributeError, ImportError, TypeError, ValueError) as exc:
+    except (ChangedError, AttributeError, ImportError, TypeError, ValueError) as exc:
         _step_aside(exc)
     else:
         _installed = True
@@ -94,30 +95,29 @@ def _replace(registry: Any, engine: Any) -> None:
         if found is not detector:
             registry.DETECTORS[engine] = original
     if found is not detector:
-        raise _ChangedError("get_detector() does not look into DETECTORS")
+        raise ChangedError("get_detector() does not look into DETECTORS")
 
 
 def _detector(original: Any) -> Any:
     """LMCache's detector, extended.
 
     Raises:
-        _ChangedError, AttributeError, ImportError, TypeError, ValueError: What it relies on is not
+        ChangedError, AttributeError, ImportError, TypeError, ValueError: What it relies on is not
             so.
     """
     from lmcache.lmcache_native import EngineKVFormat
-    from lmcache.v1.platform import current_device_spec
 
     from lmcache_rbln import kv_layout
 
     if not inspect.isclass(original):
-        raise _ChangedError(f"the detector is {original!r}, no class")
+        raise ChangedError(f"the detector is {original!r}, no class")
     require_exactly(original, "discover", "kv_caches", "layout_hints")
     formats = {
         kv_layout.KVLayout.KV_FIRST: EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
         kv_layout.KVLayout.MLA: EngineKVFormat.NL_X_NB_BS_HS,
     }
     # Another backend, such as the bundled one, knows nothing of these views.
-    is_selected = type(current_device_spec).__module__.startswith("lmcache_rbln.")
+    is_selected = selected.name().startswith("lmcache_rbln.")
 
     class RblnDetector(original):  # type: ignore[misc]
         """LMCache's vLLM detector, which knows the KV caches of an RBLN NPU too."""

@@ -15,12 +15,37 @@ from typing import Any
 
 from lmcache.logging import init_logger
 
+from lmcache_rbln.lmcache_compat import versions
+
 logger = init_logger("lmcache_rbln.connector")
 
 #: Seconds of silence that every server allows (its --worker-reap-timeout-seconds is not less).
 _LEAST_REAP_TIMEOUT = 30.0
 #: Seconds for a server that has just answered another request.
 _PROBE_TIMEOUT = 30.0
+
+
+#: Of ``LMCacheMPWorkerAdapter``, what is used here (0.5.4, 0.5.5, 0.5.6).
+_OF_THE_ADAPTER = (
+    *("store_futures", "transfer_ctx", "instance_id", "is_healthy"),
+    *("_ensure_heartbeat_started", "_heartbeat", "_heartbeat_interval"),
+    *("_health_event", "_mq_timeout"),
+)
+
+
+def require_adapter(adapter: Any) -> None:
+    """Refuse an LMCache whose worker adapter is another.
+
+    Raises:
+        RuntimeError: It lacks something that is used here.
+    """
+    missing = [name for name in _OF_THE_ADAPTER if not hasattr(adapter, name)]
+    if missing:
+        raise RuntimeError(
+            f"this LMCache has changed: {type(adapter).__name__} has no {', '.join(missing)}, on "
+            f"which this connector relies. Install LMCache {versions.TESTED[-1]}, or name LMCache's "
+            "own connector, LMCacheMPConnector, in --kv-transfer-config"
+        )
 
 
 class UnsettledStores(dict[str, Any]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guards in server and worker say to each other, and how to see whether a server has one.
+"""What the guards in server and worker say to each other.
 
 A guarded server numbers each reservation of shared memory and sends the number with every slot; a
 guarded worker ends the reservation by that number, as written or as given up. A peer without the
@@ -10,13 +10,11 @@ Imports neither LMCache nor torch.
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import secrets
-from typing import Any
 
-__all__ = ["GIVE_UP", "WRITTEN", "is_enabled", "server_is_guarded"]
+from lmcache_rbln._switch import is_on
+
+__all__ = ["GIVE_UP", "WRITTEN", "is_enabled"]
 
 #: ``LMCACHE_RBLN_GUARD=0`` leaves LMCache's handling of unfinished writes as it is.
 VARIABLE = "LMCACHE_RBLN_GUARD"
@@ -37,7 +35,7 @@ _PREFIX = b"lmcache-rbln reservation "
 
 def is_enabled() -> bool:
     """Whether the guards are to be installed in this process."""
-    return os.environ.get(VARIABLE, "").strip() != "0"
+    return is_on(VARIABLE)
 
 
 def new_reservation() -> str:
@@ -56,32 +54,3 @@ def decode(payload: bytes) -> tuple[str, str] | None:
         return None
     reservation, _, ending = payload[len(_PREFIX) :].decode("ascii", "replace").partition(" ")
     return reservation, ending
-
-
-def server_is_guarded(http_port: int, *, host: str = "127.0.0.1", timeout: float = 5.0) -> bool:
-    """Whether an LMCache server discards unfinished writes, as its status page says.
-
-    Args:
-        http_port: The server's ``--http-port``.
-        host: The server's ``--http-host``.
-        timeout: Seconds to wait for the page.
-
-    Raises:
-        OSError: No LMCache server answers there.
-    """
-    return STATUS_FIELD in _status(http_port, host, timeout)
-
-
-def _status(http_port: int, host: str, timeout: float) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(host, http_port, timeout=timeout)
-    try:
-        connection.request("GET", "/status")
-        response = connection.getresponse()
-        page = json.loads(response.read())
-    except (http.client.HTTPException, ValueError) as exc:
-        raise OSError(f"{host}:{http_port} is not an LMCache server's HTTP port: {exc}") from exc
-    finally:
-        connection.close()
-    if response.status != http.HTTPStatus.OK or not isinstance(page, dict):
-        raise OSError(f"{host}:{http_port}/status answered {response.status}")
-    return page

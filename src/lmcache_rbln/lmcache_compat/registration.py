@@ -18,12 +18,11 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln._log import logger_of
+from lmcache_rbln.lmcache_compat.server_process import SHARED_MEMORY_FLAGS
 
 _logger = logger_of("registration")
 
 _MODULE = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
-
-_SHARED_MEMORY_FLAGS = "--shm-name lmcache_kv --no-l1-use-lazy"
 
 
 def install_when_needed() -> None:
@@ -106,5 +105,5 @@ def _report(context: Any, layers: list[Any], blocks_in_chunk: int) -> None:
         _logger().warning(
             "The LMCache server offers no shared memory, and chunks are pickled, 10 to 50 times "
             "slower: start it with %s on this host, and with /dev/shm larger than --l1-size-gb.",
-            _SHARED_MEMORY_FLAGS,
+            SHARED_MEMORY_FLAGS,
         )

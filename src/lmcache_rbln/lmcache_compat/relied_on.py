@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 
-class _ChangedError(Exception):
+class ChangedError(Exception):
     """LMCache is not what a touch was written for; caught by each touch, which then steps aside."""
 
 
@@ -33,7 +33,7 @@ def require(owner: Any, method: str, *parameters: str) -> Any:
 
     Raises:
         AttributeError, TypeError, ValueError: There is none, or none whose parameters are known.
-        _ChangedError: It lacks one of them.
+        ChangedError: It lacks one of them.
     """
     return _function(owner, method, parameters, others_too=True)
 
@@ -48,5 +48,5 @@ def _function(owner: Any, name: str, parameters: tuple[str, ...], others_too: bo
     found = list(inspect.signature(function).parameters)
     as_expected = set(parameters) <= set(found) if others_too else found == ["self", *parameters]
     if not as_expected:
-        raise _ChangedError(f"{owner.__name__}.{name}({', '.join(found)})")
+        raise ChangedError(f"{owner.__name__}.{name}({', '.join(found)})")
     return function

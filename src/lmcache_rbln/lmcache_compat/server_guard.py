@@ -26,7 +26,7 @@ import wrapt
 from lmcache_rbln import __version__
 from lmcache_rbln._log import logger_of
 from lmcache_rbln.lmcache_compat import guard_protocol
-from lmcache_rbln.lmcache_compat.relied_on import _ChangedError, require, require_exactly
+from lmcache_rbln.lmcache_compat.relied_on import ChangedError, require, require_exactly
 
 _TRANSFER_MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
 _L1_MODULE = "lmcache.v1.distributed.l1_manager"
@@ -90,8 +90,8 @@ def _install(module: ModuleType) -> None:
             require(L1Manager, "delete")
             require(L1Manager, "get_object_state")
             if not _locks_installed:
-                raise _ChangedError("the write lock of L1Manager")
-    except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
+                raise ChangedError("the write lock of L1Manager")
+    except (ChangedError, AttributeError, TypeError, ValueError) as exc:
         _logger().warning(
             "lmcache-rbln cannot guard this LMCache server (what it relies on has changed: %s): "
             "when a worker's store fails or the worker dies, chunks that were never written may be "

@@ -26,12 +26,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["LMCacheServer", "ServerFailed", "terminate_as_exit"]
+__all__ = ["LMCacheServer", "ServerFailed", "free_ports", "terminate_as_exit"]
 
 #: Where Linux shows POSIX shared-memory segments.
-_SHM_FOLDER = Path("/dev/shm")
+SHM_FOLDER = Path("/dev/shm")
 #: LMCache 0.5.4 to 0.5.6 put this before the names of pools that do not begin with it.
-_SHM_PREFIX = "lmcache_l1_pool_"
+SHM_PREFIX = "lmcache_l1_pool_"
+#: What makes a server share its memory, for advice.
+SHARED_MEMORY_FLAGS = "--shm-name lmcache_kv --no-l1-use-lazy"
 #: Free ports are found, given back and then used: another process may take one in between.
 _PORT_ATTEMPTS = 3
 
@@ -77,7 +79,7 @@ class LMCacheServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = self._http_port = 0
         # Process id and random digits: unique on the host, and telling whose it is.
-        self._shm_name = f"{_SHM_PREFIX}rbln_{os.getpid()}_{secrets.token_hex(4)}"
+        self._shm_name = f"{SHM_PREFIX}rbln_{os.getpid()}_{secrets.token_hex(4)}"
 
     # -- what it is ------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class LMCacheServer:
     @property
     def shm_path(self) -> Path | None:
         """The shared-memory segment as a file; None without shared memory."""
-        return _SHM_FOLDER / self._shm_name if self.shared_memory else None
+        return SHM_FOLDER / self._shm_name if self.shared_memory else None
 
     def is_running(self) -> bool:
         """Whether the process lives."""
@@ -193,7 +195,7 @@ class LMCacheServer:
 
     def _spawn(self) -> None:
         if not self._port:
-            self._port, self._http_port = _free_ports(2)
+            self._port, self._http_port = free_ports(2)
         if self._log is None:
             self._folder = Path(tempfile.mkdtemp(prefix="lmcache-rbln-server-"))
             self._log = self._folder / "server.log"
@@ -269,7 +271,7 @@ class LMCacheServer:
             self._folder = self._log = None
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nothing listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -19,7 +19,7 @@ from typing import Any
 import importlib_metadata
 
 from lmcache_rbln._log import logger_of
-from lmcache_rbln.lmcache_compat.relied_on import _ChangedError
+from lmcache_rbln.lmcache_compat.relied_on import ChangedError
 
 _logger = logger_of("takeover")
 
@@ -60,7 +60,7 @@ def take_over() -> None:
         try:
             _check(bundled)
             _rename(bundled)
-        except _ChangedError as exc:
+        except ChangedError as exc:
             _left_in_place = name
             _logger().warning(
                 "lmcache-rbln leaves LMCache's bundled backend %s in place, and LMCache will use "
@@ -97,31 +97,29 @@ def _check(bundled: Any) -> None:
     """Check what the take-over relies on.
 
     Raises:
-        _ChangedError: something of it is not so.
+        ChangedError: something of it is not so.
     """
     for attribute in ("backend_name", "device_type"):
         if not isinstance(getattr(bundled, attribute, None), property):
-            raise _ChangedError(f"its {attribute} is no property")
+            raise ChangedError(f"its {attribute} is no property")
         try:
             found = getattr(bundled(), attribute)
         except Exception as exc:
-            raise _ChangedError(f"its {attribute} cannot be read ({exc!r})") from exc
+            raise ChangedError(f"its {attribute} cannot be read ({exc!r})") from exc
         if found != BACKEND_NAME:
-            raise _ChangedError(f"its {attribute} is {found!r}, expected {BACKEND_NAME!r}")
+            raise ChangedError(f"its {attribute} is {found!r}, expected {BACKEND_NAME!r}")
     is_available = getattr(bundled, "is_available", None)
     if not inspect.isfunction(is_available):
-        raise _ChangedError("it has no method is_available()")
+        raise ChangedError("it has no method is_available()")
     if list(inspect.signature(is_available).parameters) != ["self"]:
-        raise _ChangedError(
-            f"it has is_available{inspect.signature(is_available)}, expected (self)"
-        )
+        raise ChangedError(f"it has is_available{inspect.signature(is_available)}, expected (self)")
 
 
 def _rename(bundled: Any) -> None:
     """Rename the class, or leave it as it was.
 
     Raises:
-        _ChangedError: the class does not take the names, or does not go by them.
+        ChangedError: the class does not take the names, or does not go by them.
     """
     is_available = bundled.is_available
 
@@ -141,8 +139,8 @@ def _rename(bundled: Any) -> None:
             setattr(bundled, name, value)
         found = bundled().backend_name
         if found != BUNDLED_NAME:
-            raise _ChangedError(f"its backend_name stays {found!r}")
-    except (_ChangedError, AttributeError, TypeError) as exc:
+            raise ChangedError(f"its backend_name stays {found!r}")
+    except (ChangedError, AttributeError, TypeError) as exc:
         for name, value in names.items():
             if vars(bundled).get(name) is not value:
                 continue
@@ -150,7 +148,7 @@ def _rename(bundled: Any) -> None:
                 setattr(bundled, name, own[name])
             else:
                 delattr(bundled, name)
-        raise _ChangedError(f"it cannot be renamed ({exc})") from exc
+        raise ChangedError(f"it cannot be renamed ({exc})") from exc
 
 
 def report_other_providers() -> None:

@@ -21,6 +21,8 @@ Obsolete: once LMCache's contexts release in a ``finally`` and its protocol can 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import errno
 import inspect
 import os
 import threading
@@ -31,9 +33,10 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln._log import logger_of
+from lmcache_rbln.host_memory import MADV_POPULATE_WRITE
 from lmcache_rbln.lmcache_compat import guard_protocol
 from lmcache_rbln.lmcache_compat.relied_on import (
-    _ChangedError,
+    ChangedError,
     has_module,
     require,
     require_exactly,
@@ -69,7 +72,7 @@ def _checked(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
     def run(module: ModuleType) -> None:
         try:
             install(module)
-        except (_ChangedError, AttributeError, TypeError, ValueError) as exc:
+        except (ChangedError, AttributeError, TypeError, ValueError) as exc:
             _step_aside(module.__name__, exc)
 
     return run
@@ -137,6 +140,7 @@ def _install_shared_memory(module: ModuleType) -> None:
     commit_retrieve = require_exactly(context, "commit_retrieve", "key", "instance_id")
     build = require_exactly(context, "_build_slot_tensors", "slots")
     require(context, "__init__", "shm_name", "pool_size")
+    _require_token_ids()
 
     def guarded_prepare_store(self: Any, key: Any, instance_id: int) -> Any:
         give_up_store()  # Of a store whose end was not seen.
@@ -191,22 +195,32 @@ def _install_shared_memory(module: ModuleType) -> None:
     context._build_slot_tensors = guarded_build
 
 
+def _require_token_ids() -> None:
+    """By which chunks are told apart, in ``_chunks_of``; 0.5.7 has ``token_bytes`` instead."""
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+    fields = [field.name for field in dataclasses.fields(IPCCacheServerKey)]
+    if "token_ids" not in fields:
+        raise ChangedError(f"IPCCacheServerKey({', '.join(fields)})")
+
+
 def give_up_store() -> None:
     """Give back what this thread's store has reserved, if it was prepared and not committed."""
     store, _open.store = _open.store, None
     if store is None or not store.reserved:
         return
-    if store.reservation is not None:
-        try:
+    # Whatever happens here, the store itself has to come to its end.
+    try:
+        if store.reservation is None:
+            _unfinished(store.context).update(_chunks_of(store.context, store.key))
+        else:
             _end(store, guard_protocol.GIVE_UP, min(_GIVE_UP_TIMEOUT, store.context.mq_timeout))
-        except Exception:
-            _logger().warning(
-                "A failed store could not be given up: its chunks stay reserved on the server "
-                "until this worker unregisters",
-                exc_info=True,
-            )
-    else:
-        _unfinished(store.context).update(_chunks_of(store.context, store.key))
+    except Exception:
+        _logger().warning(
+            "A failed store could not be given up: its chunks stay reserved on the server "
+            "until this worker unregisters",
+            exc_info=True,
+        )
 
 
 def release_retrieve() -> None:
@@ -260,9 +274,6 @@ def _chunks_of(context: Any, key: Any, indices: list[int] | None = None) -> set[
 
 
 # -- slots that are there to be touched --------------------------------------------------------
-
-#: Linux's MADV_POPULATE_WRITE (5.14): fault pages in, and fail where a touch would raise SIGBUS.
-_MADV_POPULATE_WRITE = 23
 
 #: Bytes that are faulted in and remembered together; a multiple of every page size.
 _PIECE = 2 << 20
@@ -324,10 +335,10 @@ class _SlotMemory:
         address = ctypes.addressof(first)
         del first  # It would keep the segment from being closed.
         done = self._libc.madvise(
-            ctypes.c_void_p(address + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE
+            ctypes.c_void_p(address + start), ctypes.c_size_t(end - start), MADV_POPULATE_WRITE
         )
         code = ctypes.get_errno() if done else 0
-        if code == 22:  # EINVAL: an older kernel, which can at least allocate the pages.
+        if code == errno.EINVAL:  # An older kernel, which can at least allocate the pages.
             try:
                 os.posix_fallocate(self.segment._fd, start, end - start)
             except OSError as exc:

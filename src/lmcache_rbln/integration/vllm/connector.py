@@ -16,7 +16,6 @@ import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.logging import init_logger
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_rbln import kv_layout
 from lmcache_rbln.integration.vllm import _vllm_compat, settings
@@ -44,6 +43,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
     Raises:
         ValueError: The configuration cannot work; the message says what to change.
         ConnectionError: The server does not answer, or does not serve engine-driven workers.
+        RuntimeError: LMCache's own connector is not one that this one was written for.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class RBLNLMCacheConnectorV1(LMCacheMPConnector):  # type: ignore[misc]  # LMCac
         self._loads = compat.LoadsInFlight()
         self._reservations = LoadReservations(vllm_config.cache_config.block_size)
         if role == KVConnectorRole.WORKER:
+            compat.require_adapter(self.worker_adapter)
             compat.keep_stores(self.worker_adapter)
             if not compat.serves_engine_driven(self.worker_adapter):
                 raise ConnectionError(
@@ -229,12 +230,10 @@ def _refuse_unworkable(vllm_config: Any, kv_cache_config: Any) -> None:
             "with --disable-hybrid-kv-cache-manager if it supports this model so"
         )
     for group in groups:
-        spec = group.kv_cache_spec
-        for each in getattr(spec, "kv_cache_specs", {"": spec}).values():
-            if not isinstance(each, FullAttentionSpec):
-                # The blocks of a window shift, or are given up, under tokens that stay hashed.
-                raise ValueError(
-                    f"the model's KV cache ({type(each).__name__}) does not keep every token in a "
-                    "place of its own, as a cache of whole prefixes needs; serve a model with full "
-                    "attention, or start vLLM without a KV connector"
-                )
+        if (kind := _vllm_compat.windowed(group.kv_cache_spec)) is not None:
+            # The blocks of a window shift, or are given up, under tokens that stay hashed.
+            raise ValueError(
+                f"the model's KV cache ({kind}) does not keep every token in a place of its own, "
+                "as a cache of whole prefixes needs; serve a model with full attention, or start "
+                "vLLM without a KV connector"
+            )

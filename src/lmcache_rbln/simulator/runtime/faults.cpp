@@ -40,7 +40,7 @@ Armed& armed() {
 bool parse_one(const std::string& item, Fault& fault, std::string& error) {
   const char* const form =
       "KIND@N=ACTION;... with KIND h2v v2h v2v malloc open sync borrow any, N from 1, "
-      "ACTION fail lost short hang=SECONDS";
+      "ACTION fail lost short wrong hang=SECONDS; short and wrong only for h2v v2h v2v any";
   error = form;
   const size_t at = item.find('@');
   const size_t equals = item.find('=');

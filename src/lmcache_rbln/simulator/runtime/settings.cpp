@@ -100,7 +100,7 @@ Settings read() {
   reader.integer("RBLN_SIM_NPUS", npus, 0, kMaxNpus);
   s.npus = static_cast<int>(npus);
   double gib = 16;
-  // A tenth of a GiB is enough for tests; the address window of an NPU holds far more than 4 TiB.
+  // The address window of an NPU holds far more than 4 TiB.
   reader.number("RBLN_SIM_MEMORY_GB", gib, 1.0 / 1024, 4096);
   s.memory_bytes = static_cast<uint64_t>(gib * 1024) << 20;
   reader.number("RBLN_SIM_LINK_GBPS", s.link_gbps, 0, 1e6);

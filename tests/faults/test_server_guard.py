@@ -13,20 +13,27 @@ import pytest
 
 from lmcache_rbln import simulator
 from lmcache_rbln.cli._worker_process import WorkerProcess
-from lmcache_rbln.lmcache_compat import worker_guard
-from lmcache_rbln.lmcache_compat.guard_protocol import server_is_guarded
+from lmcache_rbln.lmcache_compat import guard_protocol, worker_guard
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
-from tests.faults.rig import CHUNK, PER_CHUNK, Peer, l1, small, token_ids
-
-CHUNKS = 3
-BLOCKS = list(range(CHUNKS * PER_CHUNK))
-INTO = list(range(23, 23 - len(BLOCKS), -1))
+from tests.faults.rig import (
+    BLOCKS,
+    CHUNK,
+    CHUNKS,
+    INTO,
+    PER_CHUNK,
+    Peer,
+    expect_exact,
+    l1,
+    small,
+    status,
+    token_ids,
+)
 
 #: Seconds: the least that LMCache takes for reaping, and a write lock that a test can outlast.
 REAP, WRITE_LOCK = 30, 6
 
 
-def start(*arguments: str, guarded: bool = True, pool_gb: float = 0.05) -> LMCacheServer:
+def server_of(*arguments: str, guarded: bool = True, pool_gb: float = 0.05) -> LMCacheServer:
     environment = {**os.environ, "LMCACHE_RBLN_GUARD": "1" if guarded else "0"}
     return LMCacheServer(
         chunk_size=CHUNK,
@@ -38,7 +45,7 @@ def start(*arguments: str, guarded: bool = True, pool_gb: float = 0.05) -> LMCac
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[LMCacheServer]:
-    server = start(
+    server = server_of(
         *("--worker-reap-timeout-seconds", str(REAP)),
         *("--worker-registration-grace-seconds", str(REAP)),
         *("--l1-write-ttl-seconds", str(WRITE_LOCK)),
@@ -74,14 +81,8 @@ def fail_a_store(writer: Peer, content: int = 1) -> None:
     simulator.clear_faults()
 
 
-def expect_exact(reader: Peer, content: int = 1) -> None:
-    reader.write(0, [])
-    assert reader.retrieve(content, INTO, chunks=CHUNKS) is True
-    assert reader.difference(content, INTO) == ""
-
-
 def test_the_server_says_that_it_is_guarded(guarded):
-    assert server_is_guarded(guarded.http_port)
+    assert guard_protocol.STATUS_FIELD in status(guarded)
 
 
 def test_a_failed_gather_gives_its_reservation_up_at_once(guarded, peer, mode):
@@ -133,7 +134,7 @@ def test_what_a_worker_left_reserved_is_discarded_when_it_unregisters(guarded, p
     expect_exact(reader)
 
 
-def test_other_workers_writes_are_left_alone(guarded, peer):
+def test_other_workers_writes_are_left_alone(peer):
     leaving, writer = peer(), peer()
     prepare(leaving, content=1)
     writer.write(2, BLOCKS)
@@ -163,7 +164,6 @@ def test_a_write_lock_that_ran_out_publishes_nothing(peer):
 
 
 def test_a_store_cannot_end_another_of_the_same_range(guarded, peer):
-    from lmcache_rbln.lmcache_compat import guard_protocol
 
     writer, reader = peer(), peer()
     client = writer.client
@@ -180,7 +180,7 @@ def test_a_store_cannot_end_another_of_the_same_range(guarded, peer):
 
 
 def test_200_failures_on_a_pool_of_256_chunks():
-    server = start(pool_gb=256 * 12288 / 2**30)
+    server = server_of(pool_gb=256 * 12288 / 2**30)
     try:
         with Peer(server, "many", small("kv_first")) as writer:
             writer.write(1, BLOCKS)
@@ -206,9 +206,9 @@ def test_a_server_without_the_guard(peer, caplog, monkeypatch):
     monkeypatch.setattr(worker_guard, "_warned", False)
     logger = worker_guard._logger()  # LMCache takes the handlers off a logger that it makes.
     logger.addHandler(caplog.handler)
-    server = start(guarded=False)
+    server = server_of(guarded=False)
     try:
-        assert not server_is_guarded(server.http_port)
+        assert guard_protocol.STATUS_FIELD not in status(server)
         writer, reader = peer(server), peer(server)
         for content in (1, 2):
             fail_a_store(writer, content)
