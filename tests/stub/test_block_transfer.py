@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -25,6 +23,7 @@ from lmcache_rbln.staging import HND_BUFFER, Staging
 from lmcache_rbln.transfer_plan import Step, plan
 from tests import reference
 from tests.reference import Geometry
+from tests.stub import interpreter
 
 PAGE = 4096
 
@@ -455,15 +454,7 @@ def run_python(code: str, **settings: object) -> str:
     """Run code in a process of its own, with a simulated host of its own."""
     environment = simulator.environment(npus=2, host=simulator.unique_host("transfer"), **settings)
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = interpreter.fresh(textwrap.dedent(PRELUDE) + textwrap.dedent(code), **environment)
     return done.stdout + done.stderr
 
 

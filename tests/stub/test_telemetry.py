@@ -16,6 +16,7 @@ import pytest
 
 from lmcache_rbln import simulator
 from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
+from tests.stub import interpreter
 
 #: Two stores of four blocks, a retrieve of three, and a store that is refused.
 TRANSFERS = """
@@ -48,15 +49,7 @@ BLOCK = 5 * 2 * 3 * 4 * 8 * 2
 
 def run(code: str, **env: str) -> tuple[str, str]:
     """Run code on the simulated NPU; what it printed, and what it logged."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "RBLN_SIM_HOST": simulator.unique_host("telemetry"), **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = interpreter.fresh(code, **env)
     return done.stdout, done.stderr
 
 

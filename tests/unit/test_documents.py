@@ -76,7 +76,9 @@ def server_commands() -> Iterator[tuple[str, str]]:
     """Every command that starts a server, and where it stands; of doctor, its advice."""
     for path in DOCUMENTS:
         text = re.sub(r"\s*\\\n\s*", " ", path.read_text())
-        yield from ((path.name, line) for line in re.findall(r".*lmcache server --(?!help).*", text))
+        yield from (
+            (path.name, line) for line in re.findall(r".*lmcache server --(?!help).*", text)
+        )
     server = _doctor_server.look("tcp://127.0.0.1:9", "")
     (check,) = _doctor_server.checks(server, {}, None)
     yield "doctor", check.next_step

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmcache.logging import init_logger
 
-from lmcache_rbln.lmcache_compat import versions
+from lmcache_rbln.lmcache_compat import requests, versions
 
 logger = init_logger("lmcache_rbln.connector")
 
@@ -165,7 +165,7 @@ def unregister(adapter: Any) -> None:
         return
     context.flush_inflight_stores()
     try:
-        answer = _request(adapter, "unregister_kv_cache_engine_driven_context", adapter.instance_id)
+        answer = requests.ask(adapter, requests.UNREGISTER, adapter.instance_id)
         if not answer.wait(adapter._mq_timeout):
             logger.warning("the LMCache server did not confirm that the old KV caches are gone")
     finally:
@@ -175,25 +175,15 @@ def unregister(adapter: Any) -> None:
 def serves_engine_driven(adapter: Any) -> bool:
     """Whether the server answers an engine-driven request.
 
-    What: the request that takes a registration back, for a worker that has none: it changes
-    nothing, and costs the server one line in its log.
+    What: ``requests.UNREGISTER``, for a worker that has no registration: it costs the server one
+    line in its log.
     Why: a server without that mode never answers such a request, and LMCache would find out at
     registration, after the model has been compiled, when its time-out of minutes has passed.
     Versions: 0.5.4, 0.5.5, 0.5.6.
     Obsolete: once a server says which modes it serves.
     """
-    answer = _request(adapter, "unregister_kv_cache_engine_driven_context", adapter.instance_id)
+    answer = requests.ask(adapter, requests.UNREGISTER, adapter.instance_id)
     return bool(answer.wait(min(adapter._mq_timeout, _PROBE_TIMEOUT)))
-
-
-def _request(adapter: Any, name: str, *payload: Any) -> Any:
-    if hasattr(adapter, "req_client"):
-        return getattr(adapter.req_client, name)(*payload)
-    # 0.5.4 has no request client: requests are members of an enumeration.
-    from lmcache.v1.multiprocess.protocol import RequestType, get_response_class
-
-    kind = RequestType[name.upper()]
-    return adapter.mq_client.submit_request(kind, list(payload), get_response_class(kind))
 
 
 def set_progress(trackers: dict[str, Any], scheduler_output: Any) -> None:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmcache_rbln.lmcache_compat import requests
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,15 +101,7 @@ class _Lmcache054:
 
     def request(self, name: str, *payload: Any) -> Any:
         """Send the request ``name`` (lower case, as in ``lookup``); returns LMCache's future."""
-        from lmcache.v1.multiprocess.protocol import RequestType
-
-        return self._send(self.client, RequestType[name.upper()], list(payload))
-
-    @staticmethod
-    def _send(client: Any, kind: Any, payload: list[Any]) -> Any:
-        from lmcache.v1.multiprocess.protocol import get_response_class
-
-        return client.submit_request(kind, payload, get_response_class(kind))
+        return requests.submit(self.client, name, *payload)
 
     def create_context(self, kv_caches: dict[str, Any], instance_id: int, mode: StoreMode) -> Any:
         """A transfer context of LMCache for these caches, not yet registered."""
@@ -132,7 +126,7 @@ class _Lmcache054:
             blocks_in_chunk,
             self.client,
             timeout,
-            send_request=self._send,
+            send_request=requests.send,
         )
 
     def recorded_event(self, context: Any, is_async: bool) -> Any:
@@ -152,7 +146,7 @@ class _Lmcache054:
         return (instance_id,)
 
     def unregister(self, context: Any, instance_id: int) -> Any:
-        return self.request("unregister_kv_cache_engine_driven_context", instance_id)
+        return self.request(requests.UNREGISTER, instance_id)
 
     def close(self) -> None:
         self.client.close()
@@ -363,11 +357,10 @@ class WorkerClient:
     def serves_engine_driven(self) -> bool:
         """Whether the server has the engine-driven transfer mode; waits :attr:`timeout` for a no.
 
-        LMCache's protocol has no such question (0.5.4 to 0.5.6). Taking back a registration that
-        does not exist changes nothing, and only a server with that mode answers it.
+        Only before :meth:`register`.
         """
         try:
-            self._ask("unregister_kv_cache_engine_driven_context", self.instance_id)
+            self._ask(requests.UNREGISTER, self.instance_id)
         except ServerUnreachable:
             return False
         return True

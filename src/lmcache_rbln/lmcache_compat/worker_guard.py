@@ -34,7 +34,7 @@ import wrapt
 
 from lmcache_rbln._log import logger_of
 from lmcache_rbln.host_memory import MADV_POPULATE_WRITE
-from lmcache_rbln.lmcache_compat import guard_protocol
+from lmcache_rbln.lmcache_compat import guard_protocol, requests
 from lmcache_rbln.lmcache_compat.relied_on import (
     ChangedError,
     has_module,
@@ -242,16 +242,7 @@ def _end(store: _Store, ending: str, timeout: float) -> bool:
     """End a reservation by its number; whether the server published it."""
     assert store.reservation is not None
     payload = guard_protocol.encode(store.reservation, ending)
-    client = getattr(store.context, "req_client", None)
-    if client is not None:
-        future = client.commit_store(store.key, store.instance_id, payload)
-    else:  # 0.5.4
-        from lmcache.v1.multiprocess.protocol import RequestType, get_response_class
-
-        kind = RequestType.COMMIT_STORE
-        future = store.context.mq_client.submit_request(
-            kind, [store.key, store.instance_id, payload], get_response_class(kind)
-        )
+    future = requests.ask(store.context, "commit_store", store.key, store.instance_id, payload)
     try:
         return bool(future.result(timeout=timeout))
     except TimeoutError:
