@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,10 +61,19 @@ def test_an_unreachable_server_is_named():
         WorkerClient("tcp://127.0.0.1:9", model_name="m", timeout=0.5)
 
 
+@pytest.fixture
+def handle() -> Iterator[Callable[[int, Any], Any]]:
+    """Sets the handler of a signal; whatever the tests were started with is back afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield signal.signal
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_block_in_order(number):
+def test_a_signal_ends_the_block_in_order(number, handle):
     seen = []
-    before = signal.getsignal(number)
+    handle(number, signal.SIG_DFL)  # it is ignored under nohup
     with pytest.raises(SystemExit) as ended, terminate_as_exit():
         try:
             os.kill(os.getpid(), number)
@@ -71,17 +82,14 @@ def test_a_signal_ends_the_block_in_order(number):
             seen.append("cleaned up")
     assert ended.value.code == 128 + number
     assert seen == ["cleaned up"]
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_an_ignored_hangup_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with terminate_as_exit():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_an_ignored_hangup_stays_ignored(handle):
+    handle(signal.SIGHUP, signal.SIG_IGN)
+    with terminate_as_exit():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_no_segment_without_shared_memory(servers):
