@@ -156,11 +156,10 @@ def test_nothing_is_left_when_it_is_ended(number, code, environments):
     environment = dict(environments[0])
     del environment["RBLN_DEVICES"]
     started = subprocess.Popen(
-        [sys.executable, "-m", "lmcache_rbln.cli", "demo"],
+        # Ctrl-C is ignored, and that inherited, where the tests are a shell's background job.
+        ["env", "--default-signal=INT", sys.executable, "-m", "lmcache_rbln.cli", "demo"],
         env=environment,
         stdout=subprocess.DEVNULL,
-        # Ignored, and so inherited, where the tests are a shell's background job.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     # The server and both workers, wherever they have got to.
     deadline = time.monotonic() + 120
