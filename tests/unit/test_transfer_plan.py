@@ -46,20 +46,21 @@ def first_element(cache: PagedKV, block: int, plane: int, head: int, token: int)
 def test_every_byte_once_and_to_its_place(data: st.DataObject, layout: KVLayout) -> None:
     draw = data.draw
     heads = 1 if layout is KVLayout.MLA else draw(st.integers(1, 3))
-    blocks = draw(st.integers(1, 12))
+    # Many, so that most steps have several.
+    blocks = draw(st.sampled_from((12, 7, 3, 1)))
     cache = paged(
         layout, draw(st.integers(1, 5)), blocks, heads,
         draw(st.integers(1, 5)), draw(st.integers(1, 3)),
     )  # fmt: skip
-    per_chunk = draw(st.integers(1, 6))
-    ids = draw(st.permutations(range(blocks)))[: draw(st.integers(1, blocks))]
-    skip = draw(st.integers(0, blocks))
+    per_chunk = draw(st.sampled_from((1, 2, 4, 6)))
+    ids = draw(st.permutations(range(blocks)))[: draw(st.integers(-(-blocks // 2), blocks))]
+    skip = draw(st.sampled_from((0, 0, 0, 1, 3, 12)))
     token = cache.token_width * 2
     # Whole blocks of some layers, or slices of one plane of a block.
-    limit = draw(
-        st.integers(token, cache.block_nbytes)
-        | st.integers(cache.block_nbytes, 8 * cache.block_nbytes)
-    )
+    if draw(st.booleans()):
+        limit = draw(st.integers(token, cache.block_nbytes))
+    else:
+        limit = draw(st.integers(2, 8)) * cache.block_nbytes + draw(st.integers(0, token))
     chunks = -(-len(ids) // per_chunk)
     sizes = {
         name: draw(st.sampled_from((1, 3 * token, getattr(transfer_plan, name))))
