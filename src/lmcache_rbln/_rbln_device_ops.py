@@ -6,10 +6,12 @@ Checks the whole request before the first byte moves, then hands it to ``block_t
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from lmcache import lmcache_native
 from lmcache.v1.platform.base.device_ops import DeviceOps
@@ -153,6 +155,8 @@ def _block_ids(block_ids: Any, paged: PagedKV) -> list[int]:
     # A set has no order, and a dictionary's keys are not meant.
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         raise TypeError(f"block_ids is {block_ids!r}, expected a list or a tensor of them")
+    if any(isinstance(block, bool) for block in listed):
+        raise TypeError("block_ids holds booleans, expected block ids; a mask names none")
     try:
         ids = [operator.index(block) for block in listed]
     except TypeError as exc:
@@ -183,11 +187,22 @@ def _refuse_repeated(written: list[int]) -> None:
 
 
 def _refuse_shared_memory(chunks: list[torch.Tensor]) -> None:
-    """Refuse one chunk given twice, the way in which chunks of LMCache could overlap."""
-    if len({chunk.data_ptr() for chunk in chunks}) != len(chunks):
+    """Refuse chunks that overlap: one would be written over the other, by whichever comes last."""
+    if len(chunks) < 2:
+        return
+    # What a chunk has of one layer and plane is one run; chunks may lie between each other's runs.
+    starts, ends = [], []
+    for chunk in chunks:
+        itemsize, outer = chunk.element_size(), chunk.ndim - 2
+        first = np.array(chunk.data_ptr())
+        for size, stride in zip(chunk.shape[:outer], chunk.stride()[:outer], strict=True):
+            first = np.add.outer(first, np.arange(size) * stride * itemsize)
+        starts.append(first.ravel())
+        ends.append(starts[-1] + math.prod(chunk.shape[outer:]) * itemsize)
+    order = np.argsort(all_starts := np.concatenate(starts))
+    if (all_starts[order][1:] < np.concatenate(ends)[order][:-1]).any():
         raise ValueError(
-            "two chunks are the same memory, and one gather would write both; each chunk needs its "
-            "own"
+            "chunks overlap in memory, and one gather would write both; each chunk needs its own"
         )
 
 

@@ -21,6 +21,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TypeAlias
 
 import numpy as np
@@ -419,15 +420,28 @@ def _share_out(
             work()
 
     invitations = helpers.ask(help_out, len(steps) - 1)
-    errors: list[BaseException | None] = []
+    errors: list[BaseException] = []
     try:
         work()
     finally:
         # All of them, whatever the first one says: nobody may touch the chunks any more.
-        errors += [each.exception() for each in invitations if not each.cancel()]
+        for invitation in invitations:
+            if not invitation.cancel():
+                errors += _outcome(invitation)
     for error in errors:
-        if error is not None:
-            raise error
+        raise error
+
+
+def _outcome(invitation: Future[None]) -> list[BaseException]:
+    """Wait for a helper; its error, and what interrupted the wait, such as a second Ctrl-C."""
+    interrupts: list[BaseException] = []
+    while True:
+        try:
+            error = invitation.exception()
+        except BaseException as exc:
+            interrupts.append(exc)
+        else:
+            return interrupts if error is None else [*interrupts, error]
 
 
 class _Shared:

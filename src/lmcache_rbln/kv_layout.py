@@ -16,6 +16,7 @@ num_tokens, num_kv_heads * head_size]``, or ``[num_layers, num_tokens, head_size
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -112,7 +113,7 @@ def resolve(layers: Sequence[Any]) -> PagedKV:
 
     Raises:
         ValueError: The layers are none, on ``meta``, of no supported shape, not contiguous,
-            empty, or differ in shape, strides, dtype or device; or the shape fits both HND layouts
+            empty, overlapping, or differ in shape, strides, dtype or device; or the shape fits both HND layouts
             and ``LMCACHE_RBLN_KV_LAYOUT`` is not set; or that setting does not fit the shape.
     """
     if not layers:
@@ -132,6 +133,7 @@ def resolve(layers: Sequence[Any]) -> PagedKV:
                 f"the layers of the KV cache differ: layer 0 is {describe(first)}, layer {index} is "
                 f"{describe(layer)}; all layers must share shape, strides, dtype and device. {_HINT}"
             )
+    _refuse_overlap(layers)
     if first.ndim == 3:
         if _setting() is not None:
             raise ValueError(
@@ -155,6 +157,18 @@ def describe(tensor: torch.Tensor) -> str:
 
 def _signature(layer: torch.Tensor) -> tuple[Any, ...]:
     return layer.shape, layer.stride(), layer.dtype, layer.device
+
+
+def _refuse_overlap(layers: Sequence[torch.Tensor]) -> None:
+    """Refuse layers that overlap in part; those that share one cache, as some models' do, may."""
+    starts = sorted({layer.data_ptr() for layer in layers})
+    nbytes = layers[0].nbytes
+    for before, after in itertools.pairwise(starts):
+        if after - before < nbytes:
+            raise ValueError(
+                f"layers of the KV cache overlap: {describe(layers[0])} takes {nbytes} bytes, and two "
+                f"of them begin {after - before} bytes apart; each needs memory of its own"
+            )
 
 
 def _setting() -> KVLayout | None:

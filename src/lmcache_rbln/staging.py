@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -231,9 +232,9 @@ def _bound(variable: str, default: int, least: int) -> int:
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
+    if re.fullmatch("[0-9]{1,6}", text) is None or int(text) < least:
         raise ValueError(
-            f"{variable}={text!r} is not a size; expected a whole number of MiB, {least} or more, "
+            f"{variable}={text!r} is not a size; expected a whole number of MiB, {least} to 999999, "
             f"or leave it unset for {default // _MIB}"
         )
     return int(text) * _MIB

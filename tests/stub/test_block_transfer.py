@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +339,28 @@ def test_an_error_of_one_helper_waits_for_the_other() -> None:
             range(3), move, torch.device("rbln", 0), block_transfer._shared().helpers
         )
     assert late == ["written"]
+
+
+def test_an_interrupt_while_waiting_waits_on() -> None:
+    """A second Ctrl-C: it is raised once nobody works on the chunks any more."""
+    waits: list[str] = []
+
+    class Interrupted(Future[None]):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            waits.append("waited")
+            if len(waits) < 3:
+                raise KeyboardInterrupt
+            return RuntimeError("the helper's copy failed")
+
+    class Helpers:
+        def ask(self, work: object, count: int) -> list[Future[None]]:
+            invitation = Interrupted()
+            invitation.set_running_or_notify_cancel()
+            return [invitation]
+
+    with pytest.raises(KeyboardInterrupt):
+        block_transfer._share_out(range(2), lambda _: None, torch.device("rbln", 0), Helpers())
+    assert len(waits) == 3
 
 
 def test_an_error_stops_the_others() -> None:

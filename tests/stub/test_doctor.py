@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import inspect
 import json
@@ -400,6 +401,7 @@ def test_pinned_to_another() -> None:
         ({"RBLN_NPUS_PER_DEVICE": "0"}, "failed", "RBLN_NPUS_PER_DEVICE='0'"),
         ({"RBLN_DEVICE_MAP": "[0,1],[2,3]"}, "ok", "[0,1]"),
         ({"RBLN_DEVICE_MAP": "0,1"}, "failed", "RBLN_DEVICE_MAP='0,1'"),
+        ({"RBLN_DEVICES": ""}, "ok", ""),
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "failed", "does not load torch-rbln"),
         ({"RBLN_DEVICES": "0", "RBLN_VISIBLE_DEVICES": "1"}, "warning", "the first one counts"),
     ],
@@ -418,6 +420,8 @@ def test_selection(environment: dict[str, str], status: str, text: str) -> None:
         ({"LMCACHE_RBLN_LAYOUT": "mla"}, "warning", "without effect: LMCACHE_RBLN_LAYOUT"),
         ({"LMCACHE_RBLN_KV_LAYOUT": "mla"}, "failed", "LMCACHE_RBLN_KV_LAYOUT='mla'"),
         ({"LMCACHE_RBLN_STAGING_MB": "much"}, "failed", "LMCACHE_RBLN_STAGING_MB='much'"),
+        ({"LMCACHE_RBLN_STAGING_MB": "9" * 30}, "failed", "LMCACHE_RBLN_STAGING_MB='9999"),
+        ({"LMCACHE_RBLN_STAGING_MB": "0"}, "failed", "LMCACHE_RBLN_STAGING_MB='0'"),
     ],
 )
 def test_settings(environment: dict[str, str], status: str, text: str) -> None:
@@ -498,6 +502,7 @@ def test_pages_that_are_not_this_servers(page: str) -> None:
     "arguments",
     [
         ["--server", "a b"],
+        ["--server", "tcp://*:5555"],
         ["--http", "x:99999"],
         ["--block-size", "0"],
         ["--block-size", "x"],
@@ -522,6 +527,16 @@ def test_help_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().out
         assert "`" not in said
         assert f"lmcache-rbln {command}" in said
+
+
+@pytest.mark.parametrize("pages", ["", "they cannot be read"])
+def test_a_port_that_does_not_answer_is_no_server(pages: str) -> None:
+    """Whatever the pages, which may be another server's, say."""
+    server = dataclasses.replace(server_with({}), pages_missing=pages)
+    asked = {"error": "ServerUnreachable: the LMCache server did not answer 'get_chunk_size'"}
+    check = next(iter(_doctor_server.checks(server, {"server": asked}, None)))
+    assert check.status is Status.FAILED
+    assert "does not answer as an LMCache server" in check.found
 
 
 @pytest.mark.parametrize(

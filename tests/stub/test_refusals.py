@@ -116,12 +116,30 @@ def test_block_written_twice(request_of: Any) -> None:
     request_of("block id 0 is to be written twice", block_ids=[3, 0, 4, 0])
 
 
-def test_chunk_given_twice(request_of: Any) -> None:
+@pytest.mark.parametrize("second", [slice(0, 8), slice(4, 12), slice(7, 15)])
+def test_chunks_that_overlap(second: slice, request_of: Any) -> None:
+    shared = torch.zeros(2, 2, 15, 16, dtype=torch.bfloat16)
     request_of(
-        "two chunks are the same memory",
+        "chunks overlap in memory",
         direction="gather",
-        chunks=lambda _, chunks: [chunks[0], chunks[0]],
+        chunks=[shared[:, :, :8], shared[:, :, second]],
     )
+
+
+def test_chunks_between_each_others_layers(transfer: Callable[..., None]) -> None:
+    """As slots of one buffer; they share no element."""
+    rng = np.random.default_rng(1)
+    layers = [layer.to("rbln:0") for layer in GEOMETRY.layers(rng)]
+    shared = torch.zeros(2, 2, 16, 16, dtype=torch.bfloat16)
+    apart = [torch.zeros(GEOMETRY.chunk_shape(), dtype=torch.bfloat16) for _ in range(2)]
+    for chunks in ([shared[:, :, :8], shared[:, :, 8:]], apart):
+        transfer("gather", layers, chunks, [3, 0, 4, 1], block_size=4, chunk_tokens=8)
+    assert reference.to_bytes(shared).tolist() == reference.to_bytes(torch.cat(apart, 2)).tolist()
+
+
+def test_layers_that_overlap(request_of: Any) -> None:
+    both = torch.zeros(6, *GEOMETRY.layer_shape[1:], dtype=torch.bfloat16, device="rbln:0")
+    request_of("layers of the KV cache overlap", layers=[both[:5], both[1:]])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +152,8 @@ def test_chunk_given_twice(request_of: Any) -> None:
         ("block_ids", {3: 0, 4: 1}, r"block_ids is \{3: 0, 4: 1\}, expected a list or a tensor"),
         ("block_ids", {3, 0, 4, 1}, "expected a list or a tensor"),
         ("block_ids", 3, "block_ids is 3"),
+        ("block_ids", [False, True, True, False], "block_ids holds booleans"),
+        ("block_ids", torch.tensor([False, True, True, False]), "a mask names none"),
         ("block_ids", [3, 0, 4, 1.0], "block_ids holds something else than whole numbers"),
     ],
 )

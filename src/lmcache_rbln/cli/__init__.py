@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"lmcache-rbln {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
-    for subparser in subparsers.choices.values():
-        # Made of docstrings, whose markup is not for terminals.
-        subparser.description = (subparser.description or "").replace("``", "")
-    args = parser.parse_args(argv)
     try:
+        for name in COMMANDS:
+            importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+        for subparser in subparsers.choices.values():
+            # Made of docstrings, whose markup is not for terminals.
+            subparser.description = (subparser.description or "").replace("``", "")
+        args = parser.parse_args(argv)
         return int(args.run(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -46,7 +46,7 @@ def _matches(pattern: str) -> Callable[[str], object]:
 #: The package's own settings: whether a value is one, and what they take; docs/settings.md explains them.
 SETTINGS: dict[str, tuple[Callable[[str], object], str]] = {
     "LMCACHE_RBLN_CACHE": (_matches(".+"), "a folder"),
-    "LMCACHE_RBLN_DEVICE_STAGING_MB": (_matches("[0-9]+"), "whole MiB, 0 for none"),
+    "LMCACHE_RBLN_DEVICE_STAGING_MB": (_matches("[0-9]{1,6}"), "whole MiB, 0 for none"),
     "LMCACHE_RBLN_GUARD": (_matches("[01]"), "0 or 1"),
     "LMCACHE_RBLN_KV_LAYOUT": (
         _matches("(?i:blocks_first|kv_first)"),
@@ -55,7 +55,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], str]] = {
     "LMCACHE_RBLN_PREFAULT": (_matches("[01]"), "0 or 1"),
     "LMCACHE_RBLN_SELF_CHECK": (_matches("[01]"), "0 or 1"),
     "LMCACHE_RBLN_SERVER": (settings.is_address, "tcp://HOST:PORT"),
-    "LMCACHE_RBLN_STAGING_MB": (_matches("0*[1-9][0-9]*"), "whole MiB, 1 or more"),
+    "LMCACHE_RBLN_STAGING_MB": (_matches("(?=.*[1-9])[0-9]{1,6}"), "whole MiB, 1 or more"),
 }
 
 _SIMULATE = "to try things without an NPU: lmcache-rbln simulate -- COMMAND"
@@ -252,7 +252,7 @@ def _visible(facts: Facts) -> Check:
         return failed(
             name, f"{found}: torch-rbln offers its dummy device", "unset RBLN_DUMMY_DEVICE"
         )
-    chosen = [f"{key}={os.environ[key]}" for key in npu.SELECTION_VARIABLES if key in os.environ]
+    chosen = [f"{key}={os.environ[key]}" for key in npu.SELECTION_VARIABLES if os.environ.get(key)]
     if chosen:
         return failed(
             name,
@@ -313,6 +313,8 @@ def chosen_npus(environment: Mapping[str, str], present: list[int]) -> list[int]
 
 def _selection(environment: Mapping[str, str]) -> Check:
     """The variables that choose NPUs, and those that keep torch-rbln from loading."""
+    # An empty one counts as unset, for torch-rbln too (0.12.0).
+    environment = {key: text for key, text in environment.items() if text}
     name = "NPU selection"
     wrong: list[tuple[str, str]] = []
     for key in ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"):
@@ -419,11 +421,15 @@ def _backend(facts: Facts) -> Check:
         if os.environ.get(key)
     )
     because = f" ({pins})" if pins else ""
-    if os.environ.get("LMCACHE_MP_TRANSFER_MODE", "").strip().lower() == "lmcache_driven":
+    mode = os.environ.get("LMCACHE_MP_TRANSFER_MODE", "").strip().lower()
+    if mode not in ("", "auto", "engine_driven"):
+        why = (
+            "the server cannot reach an NPU's memory"
+            if mode == "lmcache_driven"
+            else "LMCache knows auto, engine_driven and lmcache_driven"
+        )
         return failed(
-            name,
-            "LMCACHE_MP_TRANSFER_MODE=lmcache_driven: the server cannot reach an NPU's memory",
-            "unset LMCACHE_MP_TRANSFER_MODE",
+            name, f"LMCACHE_MP_TRANSFER_MODE={mode}: {why}", "unset LMCACHE_MP_TRANSFER_MODE"
         )
     if found is None:
         return failed(name, f"not reached{because}", "mend the lines above first")

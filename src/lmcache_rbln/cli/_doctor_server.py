@@ -105,7 +105,7 @@ def parse_address(text: str, default_port: int) -> tuple[str, int]:
         ValueError: the text is no address.
     """
     match = re.fullmatch(
-        r"(?:[a-z]+://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?/?", text.strip()
+        r"(?:[a-z]+://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]*]+)(?::(\d{1,5}))?/?", text.strip()
     )
     port = int(match[2]) if match and match[2] else default_port
     if match is None or not 0 < port < 65536:
@@ -263,11 +263,13 @@ def _reachable(server: Server, asked: Mapping[str, Any]) -> Check:
             f"{server.port} --chunk-size 1024 --supported-transfer-mode engine_driven --l1-size-gb "
             f"20 --eviction-policy LRU {SHARED_MEMORY_FLAGS}; it needs some 20 s to come up",
         )
-    if "error" in asked and server.pages_missing:
+    error = str(asked.get("error", ""))
+    # Other errors than silence may be this host's own.
+    if error and (server.pages_missing or error.startswith("ServerUnreachable")):
         return failed(
             name,
             f"something accepts connections at {server.url}, but does not answer as an LMCache "
-            f"server: {asked['error']}",
+            f"server: {error}",
             "check the port (lmcache server --port), and that both ends have the same LMCache",
         )
     return ok(name, f"{server.url} answers")

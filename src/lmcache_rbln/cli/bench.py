@@ -27,7 +27,7 @@ from lmcache_rbln import simulator
 from lmcache_rbln.cli import _bench_peer, _bench_plot
 from lmcache_rbln.cli._bench_models import MODELS, Model, Row, row_of
 from lmcache_rbln.cli._devices import find_devices
-from lmcache_rbln.cli._files import unwritable
+from lmcache_rbln.cli._files import unwritable, write_report
 from lmcache_rbln.lmcache_compat.server_process import (
     LMCacheServer,
     ServerFailed,
@@ -89,6 +89,7 @@ _POOL_GB = 1.25
 #: Of one transfer: what a simulated NPU of 16 GiB, and a host, have room for many times over.
 _MAX_BLOCKS = 1 << 17
 _MAX_MIB = 2048
+_MAX_LAYERS = 1024
 
 _PLOTS = (".png", ".svg", ".pdf")
 
@@ -255,8 +256,8 @@ def _run(args: argparse.Namespace, rows: Sequence[Row], console: Console) -> int
         if args.plot:
             title = f"{args.model}, {report['about']['device']}, {os.cpu_count()} CPUs"
             _bench_plot.draw(args.plot, report["results"], report["link_gbps"], title)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.json and (problem := write_report(args.json, report)):
+        failures.append(f"--json: {problem}")
     for failure in failures:
         console.print(f"✗ {failure}", style="red", markup=False)
     if args.accept and not failures:
@@ -302,6 +303,10 @@ def _rows(args: argparse.Namespace) -> list[Row]:
         for layout in (("mla",) if model.mla else args.layout)
         for size in args.block_size
     ]  # fmt: skip
+    if model.layers > _MAX_LAYERS or model.heads > _MAX_LAYERS:
+        raise ValueError(
+            f"{model.layers} layers of {model.heads} KV heads; expected at most {_MAX_LAYERS} of each"
+        )
     for row in rows:
         nbytes = row.token_nbytes(_ITEMSIZES[args.dtype]) * row.blocks * row.block_size
         if row.blocks > _MAX_BLOCKS or nbytes > _MAX_MIB << 20:
@@ -612,8 +617,8 @@ def _speed(text: str) -> float:
         speed = float(text)
     except ValueError:
         speed = math.nan
-    if not 0 < speed < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected GB/s, above 0")
+    if not 0.01 <= speed <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected GB/s, from 0.01 to 1000000")
     return speed
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import random
 import signal
@@ -25,7 +24,7 @@ from rich.text import Text
 
 from lmcache_rbln import __version__, simulator
 from lmcache_rbln.cli._devices import Devices, find_devices
-from lmcache_rbln.cli._files import unwritable
+from lmcache_rbln.cli._files import unwritable, write_report
 from lmcache_rbln.cli._known_kv import Geometry
 from lmcache_rbln.cli._worker_process import WorkerFailed, WorkerProcess
 from lmcache_rbln.lmcache_compat.server_process import (
@@ -137,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
             "layouts": [{**asdict(result), "verdict": result.verdict} for result in results],
             "error": failure,
         }
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        if problem := write_report(args.json, report):
+            console.print(f"--json: {problem}", markup=False)
+            return 1
     return 0 if exact else 1
 
 
@@ -305,6 +306,9 @@ def _show(
             f"{result.store_gbps:.2f}",
             f"{result.retrieve_gbps:.2f}",
             result.transport,
-            Text(result.verdict, style="red" if result.error else "green"),
+            "[red]failed[/]" if result.error else "[green]exact[/]",
         )
     console.print(table)
+    for result in results:
+        if result.error:
+            console.print(Text(f"{result.layout}: {result.error}", style="red"))

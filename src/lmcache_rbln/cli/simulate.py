@@ -102,6 +102,7 @@ def _run_and_report(program: str, command: list[str], variables: dict[str, str])
     # The terminal sends Ctrl-C to COMMAND as well; how it takes it is its own affair.
     before_run = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, forward),
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
     }
     try:

@@ -82,6 +82,11 @@ def cache_folder() -> Path:
         raise SimulatorError(
             f"cannot use the cache folder {folder}: {error}; name another in LMCACHE_RBLN_CACHE"
         ) from error
+    if os.pathsep in str(folder):
+        raise SimulatorError(
+            f"the cache folder {folder} has a {os.pathsep!r} in its name, at which loaders cut their "
+            "path; name another in LMCACHE_RBLN_CACHE"
+        )
     # What is in it gets loaded into processes.
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SimulatorError(
@@ -155,6 +160,11 @@ def _compile(command: list[str], arguments: list[str], folder: Path, product: st
             raise SimulatorError(
                 f"compiling the simulated NPU failed ({shlex.join(command)}, exit code "
                 f"{result.returncode}):\n{result.stderr.strip()}"
+            )
+        if not (fresh / product).is_file():
+            raise SimulatorError(
+                f"{shlex.join(command)} ended well and made no {product}: is it a C++ compiler? "
+                "Name one in CXX"
             )
         try:
             fresh.rename(folder)

@@ -7,7 +7,6 @@ gives an exception, or a usage error, instead of a line on stderr and an NPU tha
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -29,13 +28,10 @@ def _number(low: float, high: float) -> Callable[[str], str | None]:
     expected = f"a number from {low:g} to {high:g}"
 
     def check(text: str) -> str | None:
-        # float() also takes "inf", "nan" and "1_0", which the library does not.
-        try:
-            value = float(text)
-        except ValueError:
+        # What the library takes: no "inf", "1_0", "+5", nor digits of other scripts.
+        if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) is None:
             return expected
-        plain = "_" not in text and math.isfinite(value) and text == text.strip()
-        return None if plain and low <= value <= high else expected
+        return None if low <= float(text) <= high else expected
 
     return check
 
@@ -79,7 +75,9 @@ def check_faults(text: str) -> str | None:
 
 
 def _file(text: str) -> str | None:
-    fits = not os.path.isdir(text) and os.access(os.path.dirname(text) or ".", os.W_OK | os.X_OK)
+    # A device is no place for a report, which is read again.
+    fits = os.path.isfile(text) or not os.path.exists(text)
+    fits = fits and os.access(os.path.dirname(text) or ".", os.W_OK | os.X_OK)
     return None if fits else "a file in a folder that exists and can be written to"
 
 
