@@ -51,6 +51,27 @@ def test_mla_is_told_by_rank(blocks: int, block: int, head: int) -> None:
     assert paged.chunk_shape(7) == (3, 7, head)
 
 
+@pytest.mark.parametrize("apart", [2, 3, 1])
+def test_layers_that_overlap(apart: int) -> None:
+    """Views of one buffer, so many blocks apart; in any order."""
+    whole = torch.zeros(9, 4, 8, dtype=torch.bfloat16)
+    caches = [whole[2 * apart : 2 * apart + 3], whole[:3], whole[apart : apart + 3]]
+    if apart == 3:
+        assert len(kv_layout.resolve(caches).layers) == 3
+        return
+    with pytest.raises(ValueError) as refused:
+        kv_layout.resolve(caches)
+    assert str(refused.value) == (
+        "layers of the KV cache overlap: [3, 4, 8] bfloat16 on cpu takes 192 bytes, and two of them "
+        f"begin {64 * apart} bytes apart; each needs memory of its own"
+    )
+
+
+def test_layers_may_share_a_cache() -> None:
+    (cache,) = layers(3, 4, 8, count=1)
+    assert len(kv_layout.resolve([cache, cache]).layers) == 2
+
+
 @given(blocks=sizes, heads=sizes, block=sizes, head=sizes)
 def test_the_exchanged_view_of_a_blocks_first_cache_is_undone(
     blocks: int, heads: int, block: int, head: int
