@@ -122,6 +122,19 @@ def test_a_compiler_that_fails(cache, fake_compiler):
     assert sorted(each.name for each in cache.iterdir()) == ["build.lock"]
 
 
+def test_a_compiler_that_makes_nothing(cache, fake_compiler):
+    fake_compiler(action=":")
+    with pytest.raises(simulator.SimulatorError, match=r"made no librbln\.so: is it a C\+\+ comp"):
+        simulator.build()
+    assert sorted(each.name for each in cache.iterdir()) == ["build.lock"]
+
+
+def test_a_cache_that_loaders_would_cut(monkeypatch, tmp_path):
+    monkeypatch.setenv("LMCACHE_RBLN_CACHE", str(tmp_path / "a:b"))
+    with pytest.raises(simulator.SimulatorError, match="has a ':' in its name"):
+        simulator.build()
+
+
 def test_cache_folders(monkeypatch, tmp_path):
     monkeypatch.delenv("LMCACHE_RBLN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

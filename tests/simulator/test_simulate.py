@@ -80,6 +80,9 @@ def test_usage_errors(simulate):
     result = simulate("--", "/nowhere/program")
     assert result.returncode == 127
     assert "command not found: /nowhere/program" in result.stderr
+    result = simulate("--trace", "/dev/full", "--", "true")
+    assert result.returncode == 2
+    assert "RBLN_SIM_TRACE=/dev/full is not valid: expected a file" in result.stderr
     result = simulate("--", "true", CXX="/nowhere/g++")
     assert result.returncode == 2
     assert "needs a C++17 compiler" in result.stderr
@@ -199,3 +202,13 @@ class TestSummary:
         path = tmp_path / "trace"
         path.write_text(json.dumps({"a": 1}) + "\n" + '{"a": ')
         assert _report.read_trace(path) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("options", [(), ("--report",)])
+def test_a_command_that_cannot_be_run(options, simulate, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("no program\n")
+    script.chmod(0o755)
+    result = simulate(*options, "--", str(script))
+    assert result.returncode == 126
+    assert f"{script} cannot be run: Exec format error" in result.stderr
