@@ -23,7 +23,6 @@ TORCH_RBLN = "torch-rbln==0.12.0"
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
-
 #: The tests of the stub lane.
 STUB = (
     "tests/unit",
@@ -32,7 +31,6 @@ STUB = (
     "tests/faults/test_sample.py",
     "tests/faults/test_server_guard.py",
 )
-
 
 #: Documents beside those in docs.
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")

@@ -113,8 +113,9 @@ def resolve(layers: Sequence[Any]) -> PagedKV:
 
     Raises:
         ValueError: The layers are none, on ``meta``, of no supported shape, not contiguous,
-            empty, overlapping, or differ in shape, strides, dtype or device; or the shape fits both HND layouts
-            and ``LMCACHE_RBLN_KV_LAYOUT`` is not set; or that setting does not fit the shape.
+            empty, overlapping, or differ in shape, strides, dtype or device; or the shape fits
+            both HND layouts and ``LMCACHE_RBLN_KV_LAYOUT`` is not set; or that setting does not
+            fit the shape.
     """
     if not layers:
         raise ValueError(f"the KV cache has no layers. {_HINT}")

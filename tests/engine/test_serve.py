@@ -4,22 +4,16 @@
 import http.client
 import json
 import shutil
-import socket
 import time
 
 import pytest
 
+from lmcache_rbln.lmcache_compat.server_process import free_ports
 from tests.engine import engines, processes
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 301
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def get(port, path):
@@ -81,14 +75,14 @@ def test_cold_then_warm(tmp_path, model, reference, connector, record_property):
     from tests.engine import models
     from tests.engine.conftest import Server
 
-    cache_port, status_port, port = free_port(), free_port(), free_port()
+    cache_port, status_port, metrics_port, port = free_ports(4)
     environment = processes.environment(tmp_path)
     # What the README starts, with this test's ports and sizes.
     cache = processes.Process(
         [
             *(shutil.which("lmcache"), "server", "--host", "127.0.0.1"),
             *("--port", str(cache_port), "--http-port", str(status_port)),
-            *("--prometheus-port", str(free_port()), "--chunk-size", "64"),
+            *("--prometheus-port", str(metrics_port), "--chunk-size", "64"),
             *("--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.5"),
             *("--eviction-policy", "LRU"),
             *("--no-l1-use-lazy", "--shm-name", f"lmcache_kv_{cache_port}"),

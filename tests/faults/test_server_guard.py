@@ -33,25 +33,21 @@ from tests.faults.rig import (
 REAP, WRITE_LOCK = 30, 6
 
 
-def server_of(*arguments: str, guarded: bool = True, pool_gb: float = 0.05) -> LMCacheServer:
-    environment = {**os.environ, "LMCACHE_RBLN_GUARD": "1" if guarded else "0"}
-    return LMCacheServer(
-        chunk_size=CHUNK,
-        pool_gb=pool_gb,
-        arguments=["--max-workers", "2", *arguments],
-        environment=environment,
-    ).start()
+def with_guard(value: str) -> dict[str, str]:
+    return {**os.environ, "LMCACHE_RBLN_GUARD": value}
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[LMCacheServer]:
-    server = server_of(
+    arguments = [
+        *("--max-workers", "2", "--l1-write-ttl-seconds", str(WRITE_LOCK)),
         *("--worker-reap-timeout-seconds", str(REAP)),
         *("--worker-registration-grace-seconds", str(REAP)),
-        *("--l1-write-ttl-seconds", str(WRITE_LOCK)),
-    )
-    yield server
-    server.stop()
+    ]
+    with LMCacheServer(
+        chunk_size=CHUNK, pool_gb=0.05, arguments=arguments, environment=with_guard("1")
+    ) as server:
+        yield server
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -60,18 +56,9 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def peer(request: pytest.FixtureRequest, guarded: LMCacheServer) -> Iterator[Callable[..., Peer]]:
-    """Workers of one model, closed at the end; by default on the guarded server."""
-    opened: list[Peer] = []
-
-    def join(server: LMCacheServer = guarded, **options: object) -> Peer:
-        opened.append(Peer(server, request.node.name, small("kv_first"), **options))
-        return opened[-1]
-
-    yield join
-    simulator.clear_faults()
-    for one in opened:
-        one.close()
+def peer(peer: Callable[..., Peer], guarded: LMCacheServer) -> Callable[..., Peer]:
+    """The same; by default on the guarded server."""
+    return lambda server=guarded, **options: peer(server, **options)
 
 
 def fail_a_store(writer: Peer, content: int = 1) -> None:
@@ -164,7 +151,6 @@ def test_a_write_lock_that_ran_out_publishes_nothing(peer):
 
 
 def test_a_store_cannot_end_another_of_the_same_range(guarded, peer):
-
     writer, reader = peer(), peer()
     client = writer.client
     prepare(writer)
@@ -179,34 +165,30 @@ def test_a_store_cannot_end_another_of_the_same_range(guarded, peer):
     assert l1(guarded).write_locked >= CHUNKS
 
 
-def test_200_failures_on_a_pool_of_256_chunks():
-    server = server_of(pool_gb=256 * 12288 / 2**30)
-    try:
-        with Peer(server, "many", small("kv_first")) as writer:
-            writer.write(1, BLOCKS)
-            for content in range(1, 201):
-                simulator.inject("any@1=lost")
-                assert writer.store(content, BLOCKS, chunks=CHUNKS) is False
-                simulator.clear_faults()
-            assert l1(server).objects == 0
-            assert l1(server).used == 0
-            for content in range(1, 51):
-                assert writer.hits(content, CHUNKS) == 0
-                writer.write(content, BLOCKS)
-                assert writer.store(content, BLOCKS, chunks=CHUNKS) is True
-            for content in range(1, 51):
-                expect_exact(writer, content)
-    finally:
-        simulator.clear_faults()
-        server.stop()
+def test_200_failures_on_a_pool_of_256_chunks(start):
+    server = start(pool_gb=256 * 12288 / 2**30, environment=with_guard("1"))
+    with Peer(server, "many", small("kv_first")) as writer:
+        writer.write(1, BLOCKS)
+        for content in range(1, 201):
+            simulator.inject("any@1=lost")
+            assert writer.store(content, BLOCKS, chunks=CHUNKS) is False
+            simulator.clear_faults()
+        assert l1(server).objects == 0
+        assert l1(server).used == 0
+        for content in range(1, 51):
+            assert writer.hits(content, CHUNKS) == 0
+            writer.write(content, BLOCKS)
+            assert writer.store(content, BLOCKS, chunks=CHUNKS) is True
+        for content in range(1, 51):
+            expect_exact(writer, content)
 
 
-def test_a_server_without_the_guard(peer, caplog, monkeypatch):
+def test_a_server_without_the_guard(start, peer, caplog, monkeypatch):
     """What the guard is for: if this fails because nothing is served, it has become obsolete."""
     monkeypatch.setattr(worker_guard, "_warned", False)
     logger = worker_guard._logger()  # LMCache takes the handlers off a logger that it makes.
     logger.addHandler(caplog.handler)
-    server = server_of(guarded=False)
+    server = start(environment=with_guard("0"))
     try:
         assert guard_protocol.STATUS_FIELD not in status(server)
         writer, reader = peer(server), peer(server)
@@ -225,7 +207,6 @@ def test_a_server_without_the_guard(peer, caplog, monkeypatch):
         reader.close()
     finally:
         logger.removeHandler(caplog.handler)
-        server.stop()
 
 
 def killed(fault: str) -> WorkerProcess:

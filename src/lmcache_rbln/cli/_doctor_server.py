@@ -18,7 +18,7 @@ from typing import Any
 from lmcache_rbln.cli._doctor_host import Facts, installed
 from lmcache_rbln.cli._doctor_report import Check, failed, ok, warning
 from lmcache_rbln.lmcache_compat import guard_protocol
-from lmcache_rbln.lmcache_compat.server_process import (
+from lmcache_rbln.lmcache_compat.shared_memory import (
     SHARED_MEMORY_FLAGS,
     SHM_FOLDER,
     SHM_PREFIX,
@@ -34,6 +34,10 @@ USUAL_BLOCK_SIZES = (1024, 2048, 4096, 8192)
 #: Seconds to connect, and to be answered: a busy server may take its time.
 _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
+
+#: Where ``/config`` has the configuration of L1.
+_MEMORY = ("storage_manager", "l1_manager_config", "memory_config")
+_NOT_LMCACHES = "the page /config is not LMCache's"
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,7 @@ class Server:
     @property
     def memory(self) -> Mapping[str, Any]:
         """The configuration of its L1 memory."""
-        manager = self.config.get("storage_manager", {}).get("l1_manager_config", {})
-        memory: Mapping[str, Any] = manager.get("memory_config", {})
-        return memory
+        return _part(self.config, *_MEMORY)
 
     @property
     def pool_nbytes(self) -> int | None:
@@ -190,22 +192,24 @@ def _check_config(page: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It is not.
     """
-    manager = page.get("storage_manager", {})
-    parts = [page.get("mp", {}), manager]
-    if isinstance(manager, dict):
-        parts.append(limits := manager.get("l1_manager_config", {}))
-        if isinstance(limits, dict):
-            parts.append(limits.get("memory_config", {}))
-    numbers = [
-        part.get(key)
-        for part in parts
-        if isinstance(part, dict)
-        for key in ("port", "chunk_size", "size_in_bytes")
-    ]
-    if not all(isinstance(part, dict) for part in parts) or not all(
-        isinstance(number, int | None) for number in numbers
-    ):
-        raise ValueError("the page /config is not LMCache's")
+    parts = [_part(page, "mp"), *(_part(page, *_MEMORY[: depth + 1]) for depth in range(3))]
+    for part in parts:
+        for key in ("port", "chunk_size", "size_in_bytes"):
+            if not isinstance(part.get(key), int | None):
+                raise ValueError(_NOT_LMCACHES)
+
+
+def _part(page: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """A part of ``/config``, by the names on the way to it; empty if it is missing.
+
+    Raises:
+        ValueError: One on the way is no object.
+    """
+    for name in names:
+        page = page.get(name, {})
+        if not isinstance(page, dict):
+            raise ValueError(_NOT_LMCACHES)
+    return page
 
 
 def _connect(host: str, port: int) -> tuple[str, bool]:

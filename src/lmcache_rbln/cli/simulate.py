@@ -77,24 +77,31 @@ def run(args: argparse.Namespace) -> int:
         return 127
     if trace := variables.get(_TRACE):
         variables[_TRACE] = os.path.abspath(trace)  # COMMAND may change its folder
-    try:
-        if not args.report:
-            sys.stdout.flush()
+    if not args.report:
+        sys.stdout.flush()
+        try:
             os.execve(program, command, variables)
-        if trace:
-            return _run_and_report(program, command, variables)
-        with tempfile.TemporaryDirectory(prefix="lmcache-rbln-") as folder:
-            variables[_TRACE] = str(Path(folder) / "trace.jsonl")
-            return _run_and_report(program, command, variables)
-    except OSError as error:
-        print(f"lmcache-rbln simulate: {program} cannot be run: {error.strerror}", file=sys.stderr)
-        return 126
+        except OSError as error:
+            return _cannot_run(program, error)
+    if trace:
+        return _run_and_report(program, command, variables)
+    with tempfile.TemporaryDirectory(prefix="lmcache-rbln-") as folder:
+        variables[_TRACE] = str(Path(folder) / "trace.jsonl")
+        return _run_and_report(program, command, variables)
+
+
+def _cannot_run(program: str, error: OSError) -> int:
+    print(f"lmcache-rbln simulate: {program} cannot be run: {error.strerror}", file=sys.stderr)
+    return 126
 
 
 def _run_and_report(program: str, command: list[str], variables: dict[str, str]) -> int:
     trace = Path(variables[_TRACE])
     before = trace.stat().st_size if trace.exists() else 0
-    child = subprocess.Popen(command, executable=program, env=variables)
+    try:
+        child = subprocess.Popen(command, executable=program, env=variables)
+    except OSError as error:
+        return _cannot_run(program, error)
 
     def forward(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)

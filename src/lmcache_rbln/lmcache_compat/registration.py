@@ -18,7 +18,7 @@ from typing import Any
 import wrapt
 
 from lmcache_rbln._log import logger_of
-from lmcache_rbln.lmcache_compat.server_process import SHARED_MEMORY_FLAGS
+from lmcache_rbln.lmcache_compat.shared_memory import SHARED_MEMORY_FLAGS
 
 _logger = logger_of("registration")
 

@@ -26,14 +26,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from lmcache_rbln.lmcache_compat.shared_memory import SHM_FOLDER, SHM_PREFIX
+
 __all__ = ["LMCacheServer", "ServerFailed", "free_ports", "terminate_as_exit"]
 
-#: Where Linux shows POSIX shared-memory segments.
-SHM_FOLDER = Path("/dev/shm")
-#: LMCache 0.5.4 to 0.5.6 put this before the names of pools that do not begin with it.
-SHM_PREFIX = "lmcache_l1_pool_"
-#: What makes a server share its memory, for advice.
-SHARED_MEMORY_FLAGS = "--shm-name lmcache_kv --no-l1-use-lazy"
 #: Free ports are found, given back and then used: another process may take one in between.
 _PORT_ATTEMPTS = 3
 

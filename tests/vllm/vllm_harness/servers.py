@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from typing import Any
 
-from lmcache_rbln.lmcache_compat.server_process import LMCacheServer
+from lmcache_rbln.lmcache_compat.server_process import LMCacheServer, free_ports
 
 
 class MortalServer:
@@ -19,9 +18,7 @@ class MortalServer:
     """
 
     def __init__(self, **settings: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        (self._port,) = free_ports(1)
         self._settings = {"chunk_size": 64, "pool_gb": 0.25, **settings}
         self._process: LMCacheServer | None = None
 
