@@ -176,3 +176,56 @@ def test_a_measuring_process_that_fails_says_why(
 def test_a_figure_against_its_gate(value: float, said: str) -> None:
     assert bench._against(value, (0.8, 0.9)).startswith(said)
     assert bench._against(value, None) == f"{value:.2f}"
+
+
+def measured(ours: float, theirs: float) -> dict[str, Any]:
+    """A row that would take 1 s if all were ideal."""
+    both = {"store": 1.0, "retrieve": 1.0}
+    return {
+        "ideal_s": dict(both),
+        "transpose_s": dict(both),
+        "ways": {
+            name: {way: {"seconds": took, "submissions": 1} for way in both}
+            for name, took in (("ours", ours), ("pre-release", theirs))
+        },
+    }
+
+
+def test_gates() -> None:
+    gate = bench.GATES[0]
+    assert gate.ratio[0] == 1.6 and gate.ideal == (0.83, 0.90)
+    assert bench._missed(gate, measured(1.05, 1.7)) == []
+    # The pre-release so near the link that nothing is 1.6 times as fast: held to what is aimed at.
+    assert bench._missed(gate, measured(1.05, 1.5)) == []
+    assert [text.split(", ")[-2] for text in bench._missed(gate, measured(1.15, 1.7))] == [
+        "store: 1.48 times the pre-release", "retrieve: 1.48 times the pre-release",
+    ]  # fmt: skip
+    too_slow = bench._missed(gate, measured(1.3, 2.2))
+    assert [text.split(", ")[-2] for text in too_slow] == [
+        "store: 0.77 of the ideal", "retrieve: 0.77 of the ideal",
+    ]  # fmt: skip
+    assert len(bench._missed_on_faster_link(gate, measured(1.3, 1.2))) == 2
+    assert bench._missed_on_faster_link(gate, measured(1.3, 1.4)) == []
+
+
+def test_only_a_row_that_missed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def measure(_: object, rows: Any, *__: object) -> dict[str, Any]:
+        asked.append([row.title for row in rows])
+        # The first row gets faster with each measurement, its other side slower.
+        took = [(1.5 / len(asked), 1.7 * len(asked)) if at == 0 else (1.05, 3) for at in range(6)]
+        return {"results": [measured(*pair) for pair in took[: len(rows)]]}
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    devices = bench.Bench(bench.Console(quiet=True), {}, True, False, "")
+    found = bench._measure_gated(devices, 8, bench._missed)
+    assert [len(titles) for titles in asked] == [6, 1]
+    assert asked[1] == [bench.GATES[0].row.title]
+    ways = found["results"][0]["ways"]
+    assert ways["ours"]["store"]["seconds"] == 0.75
+    assert ways["pre-release"]["retrieve"]["seconds"] == 1.7
+
+    asked.clear()
+    bench._measure_gated(devices, 8, lambda *_: ["slow"])
+    assert len(asked) == 3

@@ -70,8 +70,10 @@ GATES = (
     Gate(row_of("mla", _DEEPSEEK, 128, 8, False), (1.05, 1.12), (0.90, 0.95)),
 )
 
-#: Fastest of so many samples, at least, where gates apply.
+#: Fastest of so many samples, at least, where gates apply; a row that misses its gate gets as many
+#: again, so often, for both sides: a second in which the host did something else is no figure.
 _GATE_SAMPLES = 15
+_GATE_ATTEMPTS = 3
 #: Nothing may be slower than the pre-release on a faster link either.
 _FASTER_LINK_GBPS = 14.0
 
@@ -511,40 +513,85 @@ def _accept(bench: Bench, failures: list[str]) -> dict[str, Any]:
     for problems in found[1:]:
         failures += problems
     report: dict[str, Any] = {"exact": not failures}
-    report["link_8"] = _measure(bench, rows, _GATE_SAMPLES, _LINK_GBPS, "8 GB/s")
-    results = report["link_8"]["results"]
-    bench.console.print(_table(results, report["link_8"]["link_gbps"], GATES))
-    for gate, result in zip(GATES, results, strict=True):
+    report["link_8"] = slow = _measure_gated(bench, _LINK_GBPS, _missed)
+    bench.console.print(_table(slow["results"], slow["link_gbps"], GATES))
+    for gate, result in zip(GATES, slow["results"], strict=True):
+        failures += _missed(gate, result)
         for direction in DIRECTIONS:
             ratio = _ratio(result, "pre-release", direction)
-            ideal = _of_ideal(result, direction)
-            where = f"{gate.row.title}, {direction}"
             reachable = _reachable(gate, result, direction)
-            if ratio < min(gate.ratio[0], reachable):
-                failures.append(f"{where}: {ratio:.2f} times the pre-release, gate {gate.ratio[0]}")
-            elif ratio < gate.ratio[0]:
+            if reachable <= ratio < gate.ratio[0]:
                 theirs = _gbps(result, "pre-release", direction)
+                needed = gate.ratio[0] / ratio * _of_ideal(result, direction)
                 bench.console.print(
-                    f"{where}: {ratio:.2f} times the pre-release, gate {gate.ratio[0]:g}. The "
-                    f"pre-release reaches {theirs:.2f} GB/s on this host, so that the gate would take "
-                    f"{gate.ratio[0] / ratio * ideal:.2f} of the ideal; held to the {gate.ideal[1]:g} "
-                    f"aimed at, which is {reachable:.2f} times.",
+                    f"{gate.row.title}, {direction}: {ratio:.2f} times the pre-release, gate "
+                    f"{gate.ratio[0]:g}. The pre-release reaches {theirs:.2f} GB/s on this host, so "
+                    f"that the gate would take {needed:.2f} of the ideal; held to the "
+                    f"{gate.ideal[1]:g} aimed at, which is {reachable:.2f} times.",
                     style="yellow", markup=False, highlight=False,
                 )  # fmt: skip
-            if ideal < gate.ideal[0]:
-                failures.append(f"{where}: {ideal:.2f} of the ideal, gate {gate.ideal[0]}")
-    faster = _measure(bench, rows, _GATE_SAMPLES, _FASTER_LINK_GBPS, "14 GB/s")
-    report["link_14"] = faster
-    bench.console.print(_table(faster["results"], faster["link_gbps"]))
-    for result in faster["results"]:
-        for direction in DIRECTIONS:
-            ratio = _ratio(result, "pre-release", direction)
-            if ratio < 1:
-                failures.append(
-                    f"{result['title']}, {direction}, at {_FASTER_LINK_GBPS:g} GB/s: slower than "
-                    f"the pre-release, {ratio:.2f} times"
-                )
+    report["link_14"] = fast = _measure_gated(bench, _FASTER_LINK_GBPS, _missed_on_faster_link)
+    bench.console.print(_table(fast["results"], fast["link_gbps"]))
+    for gate, result in zip(GATES, fast["results"], strict=True):
+        failures += _missed_on_faster_link(gate, result)
     return report
+
+
+def _measure_gated(
+    bench: Bench, link_gbps: float, missed: Callable[[Gate, dict[str, Any]], list[str]]
+) -> dict[str, Any]:
+    """Measure the rows that have gates, and those that missed theirs once more."""
+    found = _measure(
+        bench, [gate.row for gate in GATES], _GATE_SAMPLES, link_gbps, f"{link_gbps:g} GB/s"
+    )
+    pairs = list(zip(GATES, found["results"], strict=True))
+    for _ in range(_GATE_ATTEMPTS - 1):
+        again = [(gate, result) for gate, result in pairs if missed(gate, result)]
+        if not again:
+            break
+        for gate, result in again:
+            for text in missed(gate, result):
+                bench.console.print(f"measured again: {text}", style="yellow", markup=False)
+        rows = [gate.row for gate, _ in again]
+        more = _measure(bench, rows, _GATE_SAMPLES, link_gbps, f"{link_gbps:g} GB/s, again")
+        for (_, result), another in zip(again, more["results"], strict=True):
+            _take_fastest(result, another)
+    return found
+
+
+def _take_fastest(result: dict[str, Any], another: dict[str, Any]) -> None:
+    """Of two measurements of a row, the fastest of each side."""
+    for direction in DIRECTIONS:
+        for key in ("ideal_s", "transpose_s"):
+            times = result[key]
+            times[direction] = min(times[direction], another[key][direction])
+        for name, way in result["ways"].items():
+            times, more = way[direction], another["ways"][name][direction]
+            times["seconds"] = min(times["seconds"], more["seconds"])
+
+
+def _missed(gate: Gate, result: dict[str, Any]) -> list[str]:
+    """What a row does not reach."""
+    found = []
+    for direction in DIRECTIONS:
+        where = f"{gate.row.title}, {direction}"
+        ratio = _ratio(result, "pre-release", direction)
+        if ratio < min(gate.ratio[0], _reachable(gate, result, direction)):
+            found.append(f"{where}: {ratio:.2f} times the pre-release, gate {gate.ratio[0]}")
+        ideal = _of_ideal(result, direction)
+        if ideal < gate.ideal[0]:
+            found.append(f"{where}: {ideal:.2f} of the ideal, gate {gate.ideal[0]}")
+    return found
+
+
+def _missed_on_faster_link(gate: Gate, result: dict[str, Any]) -> list[str]:
+    """Where a row is slower than the pre-release."""
+    return [
+        f"{gate.row.title}, {direction}, at {_FASTER_LINK_GBPS:g} GB/s: slower than the "
+        f"pre-release, {ratio:.2f} times"
+        for direction in DIRECTIONS
+        if (ratio := _ratio(result, "pre-release", direction)) < 1
+    ]
 
 
 #: Server, whether over shared memory, and whether the hook faults its pool in.
