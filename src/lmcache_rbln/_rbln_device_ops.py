@@ -6,6 +6,7 @@ Checks the whole request before the first byte moves, then hands it to ``block_t
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -188,7 +189,8 @@ def _refuse_repeated(written: list[int]) -> None:
 
 def _refuse_shared_memory(chunks: list[torch.Tensor]) -> None:
     """Refuse chunks that overlap: one would be written over the other, by whichever comes last."""
-    if len(chunks) < 2:
+    whole = sorted((start := chunk.data_ptr(), start + _extent_nbytes(chunk)) for chunk in chunks)
+    if all(end <= start for (_, end), (start, _) in itertools.pairwise(whole)):
         return
     # What a chunk has of one layer and plane is one run; chunks may lie between each other's runs.
     starts, ends = [], []
@@ -204,6 +206,14 @@ def _refuse_shared_memory(chunks: list[torch.Tensor]) -> None:
         raise ValueError(
             "chunks overlap in memory, and one gather would write both; each chunk needs its own"
         )
+
+
+def _extent_nbytes(chunk: torch.Tensor) -> int:
+    """Bytes from the first element of a chunk to the last."""
+    if chunk.is_contiguous():
+        return chunk.nbytes
+    last = sum((size - 1) * step for size, step in zip(chunk.shape, chunk.stride(), strict=True))
+    return (last + 1) * chunk.element_size()
 
 
 def _chunks(chunks: Any, paged: PagedKV, num_ids: int, blocks_per_chunk: int) -> list[torch.Tensor]:
