@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def test_rows_have_the_size_asked_for() -> None:
         (["--block-size", "0"], "expected a whole number above 0"),
         (["--layout", "nhd"], "expected blocks_first or kv_first"),
         (["--model", "gpt-2"], "invalid choice"),
+        (["--link-gbps", "fast"], "expected GB/s, from 0.01 to 1000000"),
+        (["--link-gbps", "0"], "expected GB/s, from 0.01 to 1000000"),
     ],
 )
 def test_bad_arguments(
@@ -66,6 +69,8 @@ def test_bad_arguments(
         (["--mla-width", "64", "--heads", "2"], "MLA has neither --heads nor --head-size"),
         (["--model", "kimi-k2", "--heads", "2"], "expected --mla-width"),
         (["--json", "/no/such/folder/x.json"], "there is no folder"),
+        (["--plot", "graph.jpg"], "graph.jpg is no picture; expected a name with .png"),
+        (["--layers", "2000"], "2000 layers of 8 KV heads; expected at most 1024 of each"),
         (["--accept", "--link-gbps", "9", "--mib", "8"], "--mib, --link-gbps: without effect"),
         (["--end-to-end", "--peer", "--model", "kimi-k2"], "--model, --peer: without effect"),
         (["--mib", "100000"], "MiB a transfer; expected at most 131072 blocks and 2048 MiB"),
@@ -78,6 +83,24 @@ def test_arguments_that_do_not_go_together(
 ) -> None:
     assert main(["bench", *arguments]) == 2
     assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench._bench_plot, "available", lambda: False)
+    assert main(["bench", "--plot", "graph.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().out
+
+
+def test_what_is_promised_is_about_the_simulated_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = bench.find_devices()
+    monkeypatch.setattr(bench, "find_devices", lambda: dataclasses.replace(devices, name="NPU"))
+    monkeypatch.setattr(bench._bench_peer, "kernels", lambda: Path("kv_ops.py"))
+    assert main(["bench", "--accept"]) == 1
+    assert "on an NPU, measure without it" in capsys.readouterr().out
 
 
 def test_a_small_run(tmp_path: Path) -> None:
