@@ -189,8 +189,10 @@ def _refuse_repeated(written: list[int]) -> None:
 
 def _refuse_shared_memory(chunks: list[torch.Tensor]) -> None:
     """Refuse chunks that overlap: one would be written over the other, by whichever comes last."""
-    whole = sorted((start := chunk.data_ptr(), start + _extent_nbytes(chunk)) for chunk in chunks)
-    if all(end <= start for (_, end), (start, _) in itertools.pairwise(whole)):
+    extents = sorted(
+        (chunk.data_ptr(), chunk.data_ptr() + _extent_nbytes(chunk)) for chunk in chunks
+    )
+    if all(end <= start for (_, end), (start, _) in itertools.pairwise(extents)):
         return
     # What a chunk has of one layer and plane is one run; chunks may lie between each other's runs.
     starts, ends = [], []

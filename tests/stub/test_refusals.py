@@ -126,6 +126,21 @@ def test_chunks_that_overlap(second: slice, request_of: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("shared_elements", [0, 1])
+def test_chunks_one_after_the_other(
+    shared_elements: int, request_of: Any, transfer: Callable[..., None]
+) -> None:
+    shape, count = (2, 2, 8, 16), 2 * 2 * 8 * 16
+    memory = torch.zeros(2 * count, dtype=torch.bfloat16)
+    starts = (0, count - shared_elements)
+    chunks = [memory[start : start + count].view(shape) for start in starts]
+    if shared_elements:
+        request_of("chunks overlap in memory", direction="gather", chunks=chunks)
+    else:
+        layers = [layer.to("rbln:0") for layer in GEOMETRY.layers(np.random.default_rng(1))]
+        transfer("gather", layers, chunks, [3, 0, 4, 1], block_size=4, chunk_tokens=8)
+
+
 def test_chunks_between_each_others_layers(transfer: Callable[..., None]) -> None:
     """As slots of one buffer; they share no element."""
     rng = np.random.default_rng(1)
