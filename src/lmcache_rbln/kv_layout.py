@@ -119,12 +119,16 @@ def resolve(layers: Sequence[Any]) -> PagedKV:
     """
     if not layers:
         raise ValueError(f"the KV cache has no layers. {_HINT}")
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, torch.Tensor):
+            raise ValueError(
+                f"layer {index} of the KV cache is {type(layer).__name__}, expected one tensor a "
+                f"layer; supported: {SUPPORTED}. {_HINT}"
+            )
     first = layers[0]
-    _refuse_other_than_tensor(0, first)
     _refuse_unusable(first)
     signature = _signature(first)
     for index, layer in enumerate(layers):
-        _refuse_other_than_tensor(index, layer)
         if _signature(layer) != signature:
             raise ValueError(
                 f"the layers of the KV cache differ: layer 0 is {describe(first)}, layer {index} is "
@@ -150,14 +154,6 @@ def describe(tensor: torch.Tensor) -> str:
     """Shape, strides (where they say something), dtype and device of a tensor, for a message."""
     strides = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
     return f"{list(tensor.shape)}{strides} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def _refuse_other_than_tensor(index: int, layer: object) -> None:
-    if not isinstance(layer, torch.Tensor):
-        raise ValueError(
-            f"layer {index} of the KV cache is {type(layer).__name__}, expected one tensor a "
-            f"layer; supported: {SUPPORTED}. {_HINT}"
-        )
 
 
 def _signature(layer: torch.Tensor) -> tuple[Any, ...]:
