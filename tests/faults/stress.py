@@ -72,7 +72,7 @@ def guarded(server, layout, index, options, totals, wrong) -> None:
 
 
 def insist(action, *arguments):
-    """The rig's own copies meet faults too; they are not what is looked at."""
+    """Where a fault may be met beside the transfers, such as the rig's own copies."""
     for _ in range(20):
         try:
             return action(*arguments)
@@ -108,7 +108,8 @@ def race(server, layout, index, options, totals, wrong) -> None:
                     for part in range(1, chunks + 1)
                 ]
                 if chosen.random() < 0.5:
-                    peer.client.flush_inflight_stores()
+                    # A wait that failed says so, and may be repeated: nothing is known of the blocks.
+                    insist(peer.client.flush_inflight_stores)
                     insist(peer.cache.wipe)  # As an engine that gave the blocks to another request.
                 for one in pending:
                     totals["stored" if one.result() else "not stored"] += 1
