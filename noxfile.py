@@ -32,18 +32,16 @@ STUB = (
     "tests/faults/test_server_guard.py",
 )
 
-#: An argument of every lane of tests.
+#: An argument of the lanes that ``run_tests``.
 SECOND_CHANCE = "--second-chance"
 
 #: Documents beside those in docs.
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 
-#: Two cores are what the suite is made for; each worker is a simulated host of its own.
-PARALLEL = ("-n", "2", "--dist", "worksteal")
-
-
-def run_tests(session: nox.Session, *arguments: str, under: tuple[str, ...] = ()) -> None:
+def run_tests(
+    session: nox.Session, *arguments: str, under: tuple[str, ...] = (), parallel: bool = True
+) -> None:
     """Run tests; after ``--second-chance``, those that failed once more.
 
     Real servers, workers and time-outs on a shared machine can fail by chance; a defect fails twice.
@@ -51,7 +49,9 @@ def run_tests(session: nox.Session, *arguments: str, under: tuple[str, ...] = ()
     # Of each session its own: what failed in one may have passed in another.
     cache = Path(session.virtualenv.location).resolve() / "pytest_cache"
     given = [argument for argument in session.posargs if argument != SECOND_CHANCE]
-    command = (*under, "pytest", "-o", f"cache_dir={cache}", *arguments, *given)
+    # Two cores are what the suite is made for; each worker is a simulated host of its own.
+    workers = ("-n", "2", "--dist", "worksteal") if parallel else ()
+    command = (*under, "pytest", *workers, "-o", f"cache_dir={cache}", *arguments, *given)
     try:
         session.run(*command)
     except nox.command.CommandFailed:
@@ -145,7 +145,7 @@ def tracked(session: nox.Session) -> list[str]:
 def stub(session: nox.Session, lmcache: str) -> None:
     """On the simulated NPU: real LMCache, real torch-rbln, real lmcache server."""
     install_stack(session, lmcache)
-    run_tests(session, *PARALLEL, *STUB)
+    run_tests(session, *STUB)
 
 
 @nox.session
@@ -153,7 +153,7 @@ def coverage(session: nox.Session) -> None:
     """Lines of the package that the stub and simulator lanes run, in every process."""
     install_stack(session, LMCACHE[-1])
     session.run("coverage", "erase")
-    run_tests(session, *PARALLEL, *STUB, "tests/simulator", under=("coverage", "run", "-m"))
+    run_tests(session, *STUB, "tests/simulator", under=("coverage", "run", "-m"))
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
@@ -182,7 +182,7 @@ def next_lmcache(session: nox.Session) -> None:
 def simulator(session: nox.Session) -> None:
     """The simulated RBLN runtime itself: streams, costs, faults, symbols, sanitizers."""
     install_stack(session, LMCACHE[-1])
-    run_tests(session, *PARALLEL, "tests/simulator")
+    run_tests(session, "tests/simulator")
 
 
 @nox.session
@@ -196,7 +196,7 @@ def demo(session: nox.Session) -> None:
 def engine(session: nox.Session) -> None:
     """vLLM-RBLN's real engine on the simulated NPU: right tokens, cold and from the cache."""
     install_engine(session)
-    run_tests(session, *PARALLEL, "tests/engine")
+    run_tests(session, "tests/engine")
 
 
 @nox.session
@@ -204,7 +204,7 @@ def engine(session: nox.Session) -> None:
 def engine_old(session: nox.Session, lmcache: str) -> None:
     """The engine with older releases of LMCache: every layout, cold and from the cache."""
     install_engine(session, lmcache)
-    run_tests(session, *PARALLEL, "tests/engine/test_cache.py::test_every_layout")
+    run_tests(session, "tests/engine/test_cache.py::test_every_layout")
 
 
 @nox.session
@@ -218,7 +218,7 @@ def serve(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """vLLM's own scheduler and connectors without a model: every way a request can go."""
     install_engine(session)
-    run_tests(session, "-m", "vllm", "tests/vllm")
+    run_tests(session, "-m", "vllm", "tests/vllm", parallel=False)
 
 
 @nox.session

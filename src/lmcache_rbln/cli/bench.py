@@ -546,12 +546,14 @@ def _measure_gated(
     )
     pairs = list(zip(GATES, found["results"], strict=True))
     for _ in range(_GATE_ATTEMPTS - 1):
-        again = [(gate, result) for gate, result in pairs if missed(gate, result)]
+        again = []
+        for gate, result in pairs:
+            if texts := missed(gate, result):
+                again.append((gate, result))
+            for text in texts:
+                bench.console.print(f"measured again: {text}", style="yellow", markup=False)
         if not again:
             break
-        for gate, result in again:
-            for text in missed(gate, result):
-                bench.console.print(f"measured again: {text}", style="yellow", markup=False)
         rows = [gate.row for gate, _ in again]
         more = _measure(bench, rows, _GATE_SAMPLES, link_gbps, f"{link_gbps:g} GB/s, again")
         for (_, result), another in zip(again, more["results"], strict=True):
