@@ -99,11 +99,10 @@ def test_a_debug_line_a_transfer_and_none_a_block() -> None:
 def test_counters_at_the_endpoint_that_lmcache_sets_up() -> None:
     """Through the meter provider of LMCache's own function, over HTTP."""
     serve = """
-    import http.client, socket
+    import http.client
     from lmcache.v1.mp_observability.otel_init import init_otel_metrics
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from lmcache_rbln.lmcache_compat.server_process import free_ports
+    (port,) = free_ports(1)
     init_otel_metrics(prometheus_port=port)
     """
     scrape = """
